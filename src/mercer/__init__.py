@@ -1,0 +1,91 @@
+"""Attention as a kernel, a normaliser and a structure, computed in whichever form the kernel allows.
+
+    o_i = N( sum_j  w_ij  K(q_i, k_j)  v_j )
+
+`mercer.attention` computes it and `mercer.plan` says beforehand how. The parts are values: kernels (`Exp`, `Taylor`, ...),
+normalisers (`Sum`, `L2`, ...) and structures (`Causal`, `Window`, ..., composed with `&`).
+
+Names are imported when they are first used, so that `import mercer` is quick and does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Relu, Taylor
+    from mercer.core.names import attention_name, parse_attention
+    from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+    from mercer.core.state import CacheState, FeatureState, State
+    from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
+    from mercer.errors import InvalidArgument, MercerError, NonFinite, Unsupported
+    from mercer.memory import AssociativeMemory
+    from mercer.ops import attention, plan
+    from mercer.regression import KernelRegression, kernel_regression
+
+_HOMES = {
+    "mercer.core.kernels": ("Cosine", "Elu", "Exp", "Kernel", "Power", "Relu", "Taylor"),
+    "mercer.core.names": ("attention_name", "parse_attention"),
+    "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Sum"),
+    "mercer.core.state": ("CacheState", "FeatureState", "State"),
+    "mercer.core.structures": ("Alibi", "Causal", "Decay", "Documents", "Full", "Padding", "Structure", "Window"),
+    "mercer.errors": ("InvalidArgument", "MercerError", "NonFinite", "Unsupported"),
+    "mercer.memory": ("AssociativeMemory",),
+    "mercer.ops": ("attention", "plan"),
+    "mercer.regression": ("KernelRegression", "kernel_regression"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "L2",
+    "RMS",
+    "Alibi",
+    "AssociativeMemory",
+    "CacheState",
+    "Causal",
+    "Cosine",
+    "Decay",
+    "Documents",
+    "Elu",
+    "Exp",
+    "FeatureState",
+    "Full",
+    "Identity",
+    "InvalidArgument",
+    "Kernel",
+    "KernelRegression",
+    "MercerError",
+    "NonFinite",
+    "Normalizer",
+    "Padding",
+    "Power",
+    "Relu",
+    "State",
+    "Structure",
+    "Sum",
+    "Taylor",
+    "Unsupported",
+    "Window",
+    "__version__",
+    "attention",
+    "attention_name",
+    "kernel_regression",
+    "parse_attention",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("mercer")
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'mercer' has no attribute {name!r}")
+    globals()[name] = value  # found only once: later uses do not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
