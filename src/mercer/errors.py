@@ -15,3 +15,11 @@ class Unsupported(MercerError):
 
 class NonFinite(MercerError, ArithmeticError):
     """A computation left the range of its dtype; the message says where and why."""
+
+
+class StorageError(MercerError, OSError):
+    """A file could not be read or written; the message names it and says what is still intact."""
+
+
+class Interrupted(MercerError):
+    """Work was stopped by a signal after it was saved; the message says how to continue."""

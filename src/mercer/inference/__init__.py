@@ -1,0 +1,1 @@
+"""Inference: tokens from a trained model, one at a time."""

@@ -1,0 +1,1 @@
+"""What a process needs besides mathematics: its allocator and its files."""

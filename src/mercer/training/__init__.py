@@ -1,0 +1,1 @@
+"""Training: text to tokens, the loop, its checkpoints and its record."""
