@@ -106,7 +106,8 @@ class BPE(Vocabulary):
                 pieces[token] = bytes(values[character] for character in piece)
             except KeyError:
                 raise InvalidArgument(
-                    f"token {token} of the tokenizer, {piece!r}, is not made of bytes; use a byte-level BPE without special tokens"
+                    f"token {token} of the tokenizer, {piece!r}, is not made of bytes; "
+                    "use a byte-level BPE without special tokens"
                 ) from None
         self._pieces = pieces
         self._lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
@@ -157,7 +158,7 @@ def load_vocabulary(folder: Path, size: int) -> Vocabulary:
         size: the model's vocabulary size, which must agree.
 
     Raises:
-        InvalidArgument: ``tokenizer.json`` is missing for a model that is not of bytes, is unreadable or of another size.
+        InvalidArgument: ``tokenizer.json`` is unreadable, of another size, or missing for a model that is not of bytes.
     """
     path = folder / TOKENIZER_FILE
     if not path.exists():

@@ -70,11 +70,11 @@ def new_folder(target: Path, intact: str = "") -> Iterator[Path]:
         if target.exists():  # rename cannot replace a folder with content; readers never look at names with this suffix
             old = target.with_name(target.name + ".old" + TEMPORARY)
             shutil.rmtree(old, ignore_errors=True)
-            os.rename(target, old)
-            os.rename(temporary, target)
+            target.rename(old)
+            temporary.rename(target)
             shutil.rmtree(old, ignore_errors=True)
         else:
-            os.rename(temporary, target)
+            temporary.rename(target)
         sync(target.parent)
     except Exception as error:
         if isinstance(error, StorageError) or not (isinstance(error, OSError) or "os error" in str(error)):
@@ -94,11 +94,11 @@ def write_file(target: Path, content: str | bytes, intact: str = "") -> None:
     temporary = target.with_name(target.name + TEMPORARY)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        temporary.replace(target)
         sync(target.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class TrainConfig(BaseModel):
-    """The recipe of a run. With the model's config, the text and the thread count it determines every digit of the curve.
+    """The recipe of a run: with the model's config, the text and the thread count it fixes every digit of the curve.
 
     Attributes:
         steps: optimiser steps.
@@ -25,7 +25,7 @@ class TrainConfig(BaseModel):
         seed: of the data order.
         device: "auto" (a CUDA device if there is one, else the CPU), "cpu", "cuda", "cuda:1", ...
         log_every: steps between lines of ``metrics.jsonl``.
-        eval_every: steps between evaluations on the held-out text; before the first and after the last step there is one.
+        eval_every: steps between evaluations on the held-out text; there is one before the first and after the last step.
         eval_windows: at most so many windows of ``length`` held-out tokens, evenly spaced and always the same.
         checkpoint_every: steps between checkpoints; after the last step there is one. None: only that one.
         keep: checkpoints kept: the last ones and, besides, the one with the best held-out loss.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ class TextFile:
 def find_files(paths: Iterable[str | Path]) -> list[TextFile]:
     """The files that ``paths`` name, sorted by name, each once.
 
-    A path is a file, a folder (every file below it, hidden ones excepted) or a glob (``data/**/*.txt``). A file's name is
-    relative to the folder, or to the part of the glob before the first wildcard.
+    A path is a file, a folder (every file below it, hidden ones excepted) or a glob (``data/**/*.txt``). A file's name
+    is relative to the folder, or to the part of the glob before the first wildcard.
 
     Raises:
         InvalidArgument: a path does not exist, a glob matches nothing, or no file is found at all.
@@ -63,7 +62,7 @@ def _expand(given: str) -> list[TextFile]:
             break
         fixed.append(part)
     root = Path(*fixed) if fixed else Path()
-    matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+    matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207
     if not matches:
         raise InvalidArgument(f"no file matches {given}")
     return [TextFile(p.relative_to(root).as_posix(), p) for p in matches]
@@ -124,9 +123,9 @@ class Split:
 def split_files(files: Sequence[TextFile], share: float) -> Split:
     """Hold out whole files: deterministic, whatever the order in which files are found.
 
-    Files are visited in the order of the SHA-256 of their names; one is held out if its size still fits into ``share`` of
-    all bytes. If none fits, the smallest is held out. One file alone cannot be split by file: its tail is held out. Files
-    without bytes are left out.
+    Files are visited in the order of the SHA-256 of their names; one is held out if its size still fits into ``share``
+    of all bytes. If none fits, the smallest is held out. One file alone cannot be split by file: its tail is held out.
+    Files without bytes are left out.
     """
     if not 0 < share < 1:
         raise InvalidArgument(f"the held-out share is {share}; it lies between 0 and 1, for example 0.05")
@@ -150,7 +149,7 @@ def split_files(files: Sequence[TextFile], share: float) -> Split:
 
 def _size(file: TextFile) -> int:
     try:
-        return os.stat(file.path).st_size
+        return file.path.stat().st_size
     except OSError as error:
         raise InvalidArgument(f"cannot read {file.path}: {(error.strerror or str(error)).lower()}") from error
 

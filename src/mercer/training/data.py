@@ -37,7 +37,7 @@ class Corpus:
     Attributes:
         vocabulary: what the tokens mean.
         train, held_out: [n] tokens, mapped from the cache and never read whole.
-        info: what was recorded: sha256, vocabulary, split (by, share, held-out names), files, bytes and tokens of each side.
+        info: sha256, vocabulary, split (by, share, held-out names), and files, bytes and tokens of each side.
         folder: the cache folder that holds them.
     """
 
@@ -71,14 +71,7 @@ class Corpus:
             StorageError: the cache cannot be written.
         """
         size = _vocabulary_size(vocabulary)
-        given = list(text)
-        files = sorted(
-            [
-                *(t for t in given if isinstance(t, TextFile)),
-                *_found([t for t in given if not isinstance(t, TextFile)]),
-            ],
-            key=lambda file: (file.name, str(file.path)),
-        )
+        files = _files(list(text))
         if held_out_text:
             held = find_files(held_out_text)
             twice = {file.path.resolve() for file in files} & {file.path.resolve() for file in held}
@@ -112,8 +105,13 @@ class Corpus:
         return cls(vocabulary, sides[0], sides[1], info, folder)
 
 
-def _found(paths: list[str | Path]) -> list[TextFile]:
-    return find_files(paths) if paths else []
+def _files(text: list[str | Path | TextFile]) -> list[TextFile]:
+    """The files in the order of their names, those given by path looked up."""
+    files = [item for item in text if isinstance(item, TextFile)]
+    paths = [item for item in text if not isinstance(item, TextFile)]
+    if paths or not files:
+        files += find_files(paths)
+    return sorted(files, key=lambda file: (file.name, str(file.path)))
 
 
 def _vocabulary_size(vocabulary: str) -> int | None:
@@ -135,7 +133,7 @@ def _write(folder: Path, split: Split, share: float | None, size: int | None, re
     info = recipe | {"vocabulary_size": vocabulary.size}
     for side in ("train", "held_out"):
         total = tokens = 0
-        with open(folder / f"{side}.bin", "wb") as out:
+        with (folder / f"{side}.bin").open("wb") as out:
             for file, data in _side(split, share, side):
                 total += len(data)
                 for piece in [data] if size is None else _pieces(data):
@@ -185,7 +183,8 @@ def _text(file: TextFile, data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidArgument(
-            f"{file.path} is not UTF-8 (byte {data[error.start]:#04x}), which a BPE vocabulary needs; convert it or use bytes"
+            f"{file.path} is not UTF-8 (byte {data[error.start]:#04x}), which a BPE vocabulary needs; "
+            "convert it or use bytes"
         ) from error
 
 

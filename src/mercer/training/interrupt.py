@@ -23,7 +23,7 @@ class Interrupts:
                 self._old[number] = signal.signal(number, self._catch)
         return self
 
-    def _catch(self, number: int, frame: FrameType | None) -> None:
+    def _catch(self, number: int, _frame: FrameType | None) -> None:
         self.caught = signal.Signals(number)
         self._restore()
 

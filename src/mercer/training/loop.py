@@ -82,7 +82,7 @@ def fit(
     restart: bool = False,
     tensorboard: bool = False,
 ) -> TrainResult:
-    """`mercer.training.trainer.train` for any module whose ``loss(tokens [B, T], targets [B, T])`` gives mean nats per token.
+    """Train any module whose ``loss(tokens [B, T], targets [B, T])`` gives mean nats per token; see `trainer.train`.
 
     Args:
         build: makes the model, the same one every time; its gradients must reach every trainable parameter.
@@ -93,8 +93,8 @@ def fit(
     for side, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(tokens) <= config.length:
             raise InvalidArgument(
-                f"the {side} text has {len(tokens)} tokens, but a window of length={config.length} needs {config.length + 1}: "
-                "give more text, another split or a smaller length"
+                f"the {side} text has {len(tokens)} tokens, but a window of length={config.length} needs "
+                f"{config.length + 1}: give more text, another split or a smaller length"
             )
     record = {
         "model": description,

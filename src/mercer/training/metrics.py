@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -52,7 +53,7 @@ class Metrics:
         self._board: SummaryWriter | None = _board(folder, step) if tensorboard else None
         kept = [] if step is None else [event for event in read_metrics(folder) if event["step"] <= step]
         write_file(self.path, "".join(_line(event) for event in kept))
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, event: dict[str, Any]) -> None:
         """Append one event; it is with the operating system when this returns, so a killed process loses nothing."""
@@ -72,10 +73,8 @@ class Metrics:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # what a full disk refused is still in the buffer; write has reported it
             self._file.close()
-        except OSError:  # the text that a full disk refused is still in the buffer; write has reported it
-            pass
         if self._board is not None:
             self._board.close()
 
