@@ -1,0 +1,67 @@
+"""Operations and bytes of a call, counted before it runs."""
+
+from __future__ import annotations
+
+from mercer.core.kernels import Kernel
+from mercer.core.structures import Merged
+from mercer.core.support import FEATURE_CHUNK, Sizes
+
+
+def visible_pairs(merged: Merged, sizes: Sizes) -> int:
+    """Query-key pairs of one head and batch row that the structure leaves visible, padding and documents not deducted."""
+    queries, keys = sizes.query_length, sizes.key_length + sizes.past_length
+    shift = keys - queries
+    left = keys if merged.left is None else merged.left
+    right = keys if merged.right is None else merged.right
+    # Rows i see keys max(0, i + shift - left) .. min(keys - 1, i + shift + right): sum both bounds as arithmetic series.
+    high = _clamped_sum(shift + right + 1, queries, keys)
+    low = _clamped_sum(shift - left, queries, keys)
+    return max(0, high - low)
+
+
+def _clamped_sum(start: int, count: int, limit: int) -> int:
+    """sum over i < count of min(max(start + i, 0), limit)."""
+    first, last = max(0, -start), min(count, max(0, limit - start))
+    rising = range(start + first, start + last)
+    inside = (rising.start + rising.stop - 1) * len(rising) // 2 if len(rising) else 0
+    return inside + limit * (count - min(count, max(0, limit - start)))
+
+
+def pair_flops(merged: Merged, sizes: Sizes) -> int:
+    """Floating-point operations of the pairs path: two products a visible pair."""
+    return 2 * sizes.batch * sizes.query_heads * visible_pairs(merged, sizes) * (sizes.dim + sizes.value_dim)
+
+
+def feature_flops(kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> int:
+    """Floating-point operations of the feature path: state reads, state updates, and the pairs inside chunks."""
+    features = kernel.feature_dim(sizes.dim)
+    assert features is not None
+    reads = sizes.query_heads * sizes.query_length * features * sizes.value_dim
+    updates = sizes.key_heads * sizes.key_length * features * sizes.value_dim
+    inside = 0
+    if form == "chunked" and merged.causal:
+        inside = sizes.query_heads * sizes.query_length * min(FEATURE_CHUNK, sizes.key_length) * (sizes.dim + sizes.value_dim)
+    return 2 * sizes.batch * (reads + updates + inside)
+
+
+def io_bytes(sizes: Sizes) -> int:
+    """Bytes of the call's own tensors: queries, keys, values and outputs, each once."""
+    queries = sizes.query_heads * sizes.query_length * (sizes.dim + sizes.value_dim)
+    keys = sizes.key_heads * sizes.key_length * (sizes.dim + sizes.value_dim)
+    return sizes.batch * sizes.cache_itemsize * (queries + keys)
+
+
+def cache_bytes(merged: Merged, sizes: Sizes) -> int:
+    """Bytes of keys and values that the next call needs."""
+    kept = sizes.key_length + sizes.past_length
+    if merged.left is not None and merged.causal:
+        kept = min(kept, merged.left)
+    return sizes.batch * sizes.key_heads * kept * (sizes.dim + sizes.value_dim) * sizes.cache_itemsize
+
+
+def feature_state_bytes(kernel: Kernel, merged: Merged, sizes: Sizes, mass: bool) -> int:
+    """Bytes of S and, with ``mass``, z."""
+    features = kernel.feature_dim(sizes.dim)
+    assert features is not None
+    heads = sizes.query_heads if merged.alibi is not None else sizes.key_heads
+    return sizes.batch * heads * features * (sizes.value_dim + int(mass)) * sizes.itemsize

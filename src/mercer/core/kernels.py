@@ -1,0 +1,314 @@
+"""Kernels: the similarity K(q, k) of a query and a key.
+
+Every kernel here is a scalar *profile* of the inner product of two mapped vectors,
+
+    K(q, k) = f(scale * <map_query(q), map_key(k)>),
+
+and a kernel with a finite number of features also knows a phi with f(<a, b>) = <phi(a), phi(b)>. The first line is what the
+forms that look at pairs compute; the second is what a fixed-size state accumulates.
+
+Writing one's own: subclass :class:`Kernel`, give ``profile`` and ``default_scale``, say whether it is ``positive``, and, where
+they exist, ``derivative`` (otherwise found by automatic differentiation), ``map_query``/``map_key`` and
+``features``/``feature_dim``. Every form and every contract test then takes it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mercer.core.features import monomial_count, monomials
+from mercer.core.truncated_exp import truncated_exp
+from mercer.errors import InvalidArgument
+
+
+class Kernel(ABC):
+    """Similarity of a query and a key, K(q, k) = f(scale * <map_query(q), map_key(k)>)."""
+
+    exponential: ClassVar[bool] = False
+    """True if f is exp: weights are then computed in the log domain with the row maximum taken out."""
+
+    @property
+    @abstractmethod
+    def positive(self) -> bool:
+        """Whether K >= 0 for every pair of vectors."""
+
+    @property
+    def allows_negative_denominator(self) -> bool:
+        """Whether the user accepted (``signed=True``) that ``Sum`` may divide by a denominator of either sign."""
+        return False
+
+    @abstractmethod
+    def default_scale(self, dim: int) -> float:
+        """The scale used for ``scale=None`` with head dimension ``dim``."""
+
+    @abstractmethod
+    def profile(self, score: Tensor) -> Tensor:
+        """f(score), elementwise; a new tensor."""
+
+    def derivative(self, score: Tensor) -> Tensor:
+        """f'(score), elementwise."""
+        with torch.enable_grad():
+            score = score.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.profile(score).sum(), score)
+        return slope
+
+    def map_query(self, query: Tensor) -> Tensor:
+        """What is done to a query before the inner product; ``[..., D] -> [..., D']``."""
+        return query
+
+    def map_key(self, key: Tensor) -> Tensor:
+        """What is done to a key before the inner product; ``[..., D] -> [..., D']``."""
+        return key
+
+    def feature_dim(self, dim: int) -> int | None:
+        """Length of phi for head dimension ``dim``, or None if no finite phi is exact."""
+        return None
+
+    def features(self, mapped: Tensor) -> Tensor:
+        """phi(mapped) with <phi(a), phi(b)> = f(<a, b>); ``[..., D'] -> [..., feature_dim]``."""
+        raise InvalidArgument(f"{self} has no finite feature map; compute it from pairs (path='pairs').")
+
+
+@dataclass(frozen=True)
+class Exp(Kernel):
+    """The exponential kernel K = exp(scale q.k), softmax's. Scale D^(-1/2); positive; infinitely many features.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762, with :class:`~mercer.Sum`.
+    """
+
+    exponential: ClassVar[bool] = True
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    def default_scale(self, dim: int) -> float:
+        return dim**-0.5
+
+    def profile(self, score: Tensor) -> Tensor:
+        return score.exp()
+
+    def derivative(self, score: Tensor) -> Tensor:
+        return score.exp()
+
+
+@dataclass(frozen=True)
+class Gaussian(Kernel):
+    """The Gaussian (RBF) kernel K = exp(-scale |q - k|^2 / 2). Scale 1; positive; infinitely many features.
+
+    Written as exp(scale (q.k - |q|^2/2 - |k|^2/2)), so it runs through the same exact attention as :class:`Exp`. The difference
+    of squares cancels for vectors far from the origin: centre them first (:func:`~mercer.kernel_regression` does).
+    """
+
+    exponential: ClassVar[bool] = True
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    def default_scale(self, dim: int) -> float:
+        return 1.0
+
+    def profile(self, score: Tensor) -> Tensor:
+        return score.exp()
+
+    def derivative(self, score: Tensor) -> Tensor:
+        return score.exp()
+
+    def map_query(self, query: Tensor) -> Tensor:
+        half = query.square().sum(-1, keepdim=True) / 2
+        return torch.cat((query, -half, torch.ones_like(half)), -1)
+
+    def map_key(self, key: Tensor) -> Tensor:
+        half = key.square().sum(-1, keepdim=True) / 2
+        return torch.cat((key, torch.ones_like(half), -half), -1)
+
+
+class _Polynomial(Kernel):
+    """A polynomial of the scaled inner product: finitely many features, symmetric monomials of the key."""
+
+    signed: bool
+
+    def default_scale(self, dim: int) -> float:
+        return dim**-0.5
+
+    @property
+    def allows_negative_denominator(self) -> bool:
+        return self.signed
+
+
+@dataclass(frozen=True)
+class Taylor(_Polynomial):
+    """The exponential's Taylor polynomial K = sum_{n=0..order} (scale q.k)^n / n!. Scale D^(-1/2).
+
+    Even orders are strictly positive. Odd orders are not: with :class:`~mercer.Sum` they raise unless ``signed=True``. Features:
+    all symmetric monomials of degree 0..order, sum_n C(D+n-1, n) = C(D+order, order) of them.
+
+    Args:
+        order: highest degree, 0 or more. Order p means degrees 0..p.
+        signed: accept denominators of either sign.
+
+    Source: Mongaras and Larson 2025, arXiv 2507.23632.
+    """
+
+    order: int
+    signed: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.order, bool) or not isinstance(self.order, int) or self.order < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"Taylor: order must be an integer of 0 or more, not {self.order!r}.")
+
+    @property
+    def positive(self) -> bool:
+        return self.order % 2 == 0
+
+    def profile(self, score: Tensor) -> Tensor:
+        return truncated_exp(score, self.order)
+
+    def derivative(self, score: Tensor) -> Tensor:
+        return truncated_exp(score, self.order - 1) if self.order else torch.zeros_like(score)
+
+    def feature_dim(self, dim: int) -> int:
+        return sum(monomial_count(dim, n) for n in range(self.order + 1))
+
+    def features(self, mapped: Tensor) -> Tensor:
+        return torch.cat(monomials(mapped, self.order), -1)
+
+
+@dataclass(frozen=True)
+class Power(_Polynomial):
+    """The monomial kernel K = (scale q.k)^degree. Scale D^(-1/2).
+
+    Positive for even degrees; odd degrees with :class:`~mercer.Sum` raise unless ``signed=True``. Features: the C(D+degree-1,
+    degree) symmetric monomials.
+
+    Args:
+        degree: 1 or more.
+        signed: accept denominators of either sign.
+
+    Source: Kacham et al. 2023 (PolySketchFormer), arXiv 2310.01655; Buckman et al. 2025 (power attention), arXiv 2507.04239.
+    """
+
+    degree: int
+    signed: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.degree, bool) or not isinstance(self.degree, int) or self.degree < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"Power: degree must be an integer of 1 or more, not {self.degree!r}.")
+
+    @property
+    def positive(self) -> bool:
+        return self.degree % 2 == 0
+
+    def profile(self, score: Tensor) -> Tensor:
+        return integer_power(score, self.degree)
+
+    def derivative(self, score: Tensor) -> Tensor:
+        return integer_power(score, self.degree - 1).mul_(self.degree)
+
+    def feature_dim(self, dim: int) -> int:
+        return monomial_count(dim, self.degree)
+
+    def features(self, mapped: Tensor) -> Tensor:
+        factorial = torch.lgamma(torch.tensor(self.degree + 1.0, dtype=torch.float64)).exp()
+        return monomials(mapped, self.degree)[-1] * factorial.sqrt().to(mapped)
+
+
+class _Linear(Kernel):
+    """K = scale <map(q), map(k)>: the map is the feature map."""
+
+    def default_scale(self, dim: int) -> float:
+        return 1.0
+
+    def profile(self, score: Tensor) -> Tensor:
+        return score.clone()
+
+    def derivative(self, score: Tensor) -> Tensor:
+        return torch.ones_like(score)
+
+    def feature_dim(self, dim: int) -> int:
+        return dim
+
+    def features(self, mapped: Tensor) -> Tensor:
+        return mapped
+
+
+@dataclass(frozen=True)
+class Elu(_Linear):
+    """Linear attention, K = scale <phi(q), phi(k)> with phi(x) = elu(x) + 1. Scale 1 (no D^(-1/2)); positive; D features.
+
+    Below zero phi is exp(x) and computed so: the literal elu(x) + 1 is 0 in bfloat16 from x = -6 on.
+
+    Source: Katharopoulos et al. 2020, arXiv 2006.16236.
+    """
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    def map_query(self, query: Tensor) -> Tensor:
+        return query.clamp(max=0).exp() + query.relu()
+
+    def map_key(self, key: Tensor) -> Tensor:
+        return self.map_query(key)
+
+
+@dataclass(frozen=True)
+class Relu(_Linear):
+    """K = scale <relu(q), relu(k)>. Scale 1; not negative, and 0 for orthogonal or non-positive vectors; D features.
+
+    A row whose every weight is 0 gives zeros. Source: Kasai et al. 2021 (T2R), arXiv 2103.13076.
+    """
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    def map_query(self, query: Tensor) -> Tensor:
+        return query.relu()
+
+    def map_key(self, key: Tensor) -> Tensor:
+        return key.relu()
+
+
+@dataclass(frozen=True)
+class Cosine(_Linear):
+    """K = scale cos(q, k) = scale <q/|q|, k/|k|>. Scale 1; signed; D features. A zero vector has cosine 0 with all.
+
+    With :class:`~mercer.Sum` it raises unless ``signed=True``: the weights do not form an average.
+
+    Source: Mongaras et al. 2024 (Cottention), arXiv 2409.18747.
+    """
+
+    signed: bool = False
+
+    @property
+    def positive(self) -> bool:
+        return False
+
+    @property
+    def allows_negative_denominator(self) -> bool:
+        return self.signed
+
+    def map_query(self, query: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(query, dim=-1, eps=1e-12)
+
+    def map_key(self, key: Tensor) -> Tensor:
+        return self.map_query(key)
+
+
+def integer_power(x: Tensor, exponent: int) -> Tensor:
+    """x^exponent for an integer exponent of 0 or more, by repeated squaring."""
+    out, square = torch.ones_like(x), x
+    while exponent:
+        if exponent & 1:
+            out = out * square
+        exponent >>= 1
+        if exponent:
+            square = square * square
+    return out

@@ -1,0 +1,264 @@
+"""A structure laid over concrete tensors: positions, validity and log-weights as one-dimensional vectors.
+
+Every structure reduces to a handful of vectors over queries and over keys; a tile of the visibility mask or of the bias is made
+from slices of them, so nothing of size Lq x Lk exists unless a form asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mercer.core.structures import Merged
+from mercer.errors import InvalidArgument
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What a call's own tokens are, before any past: validity, rank among the valid ones, and cumulative log-decay.
+
+    Shapes: ``b`` is 1 or the batch size, ``h`` 1 or the number of query heads.
+    """
+
+    key_valid: Tensor | None  # [b, Lk] bool
+    query_valid: Tensor | None  # [b, Lq] bool
+    key_rank: Tensor  # [b, Lk] int64: position among valid keys of this call
+    query_rank: Tensor  # [b, Lq] int64: the same scale, bottom-right aligned
+    count: Tensor  # [b] int64: valid keys
+    key_log: Tensor | None  # [b, h, Lk] float64: cumulative log-decay after each key's own step
+    query_log: Tensor | None  # [b, h, Lq] float64
+
+
+@dataclass(frozen=True, eq=False)
+class PastKeys:
+    """What a layout must know of cached keys."""
+
+    position: Tensor  # [b, Lp] int64
+    valid: Tensor | None  # [b, Lp] bool; without it the kept keys are an unbroken run up to the newest token
+    count: Tensor  # [b] int64: real tokens absorbed so far (more than are kept under a window)
+    log: Tensor | None  # [b, h, Lp] float64: cumulative log-decay, 0 at the newest token
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Queries against all keys they may see, past ones included."""
+
+    query_position: Tensor  # [b, Lq]
+    key_position: Tensor  # [b, Lk]
+    query_valid: Tensor | None
+    key_valid: Tensor | None
+    query_document: Tensor | None  # [Lq]
+    key_document: Tensor | None
+    left: int | None
+    right: int | None
+    slopes: Tensor | None  # [Hq]
+    query_log: Tensor | None  # [b, Hq or 1, Lq] float64
+    key_log: Tensor | None
+    offset: int | None
+    """If every position is just its index, the position of query 0 on the scale of the keys; else None."""
+
+    @property
+    def query_length(self) -> int:
+        return self.query_position.shape[1]
+
+    @property
+    def key_length(self) -> int:
+        return self.key_position.shape[1]
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """A key range that holds every key visible to queries ``start`` .. ``stop - 1`` (empty: (0, 0))."""
+        if stop <= start or not self.key_length:
+            return 0, 0
+        low, high = 0, self.key_length
+        if self.offset is not None:
+            if self.left is not None:
+                low = max(0, self.offset + start - self.left)
+            if self.right is not None:
+                high = min(high, self.offset + stop + self.right)
+        else:
+            queries = self.query_position[:, start:stop]
+            if self.left is not None:
+                newest = self.key_position.amax(0).cpu().numpy()
+                low = int(np.searchsorted(newest, int(queries.min()) - self.left, side="left"))
+            if self.right is not None:
+                oldest = self.key_position.amin(0).cpu().numpy()
+                high = int(np.searchsorted(oldest, int(queries.max()) + self.right, side="right"))
+        return (low, high) if low < high else (0, 0)
+
+    def visible(self, queries: slice, keys: slice, rows: slice = slice(None)) -> Tensor | None:
+        """Boolean mask ``[b, Lq', Lk']`` of a tile, or None if all of it is visible. ``rows`` selects batch entries."""
+        if self.offset is not None and self.query_document is None:
+            first, last = self.offset + queries.start, self.offset + queries.stop - 1
+            if (self.right is None or keys.stop - 1 <= first + self.right) and (self.left is None or keys.start >= last - self.left):
+                return None
+        rows = rows if self.query_position.shape[0] > 1 or self.key_position.shape[0] > 1 else slice(None)
+        q = _rows(self.query_position, rows)[:, queries, None]
+        k = _rows(self.key_position, rows)[:, None, keys]
+        mask: Tensor | None = None
+        if self.right is not None:
+            mask = k <= q + self.right
+        if self.left is not None:
+            near = k >= q - self.left
+            mask = near if mask is None else mask & near
+        for valid, index in ((self.query_valid, (slice(None), queries, None)), (self.key_valid, (slice(None), None, keys))):
+            if valid is not None:
+                part = _rows(valid, rows)[index]
+                mask = part if mask is None else mask & part
+        if self.query_document is not None:
+            assert self.key_document is not None
+            same = (self.query_document[queries, None] == self.key_document[None, keys])[None]
+            mask = same if mask is None else mask & same
+        return mask
+
+    def distance(self, queries: slice, keys: slice, rows: slice = slice(None)) -> Tensor:
+        """|position difference| of a tile, ``[b, Lq', Lk']`` int64: exact in every dtype of the scores."""
+        return (_rows(self.query_position, rows)[:, queries, None] - _rows(self.key_position, rows)[:, None, keys]).abs()
+
+    def bias(self, queries: slice, keys: slice, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor | None:
+        """Log-weights of a tile, ``[b, h, Lq', Lk']`` (b, h may be 1), or None if all are 0."""
+        total: Tensor | None = None
+        if self.slopes is not None:
+            slopes = self.slopes[heads].to(dtype)
+            total = slopes.view(1, -1, 1, 1) * self.distance(queries, keys, rows).unsqueeze(1).to(dtype).neg_()
+        if self.query_log is not None:
+            assert self.key_log is not None
+            q = _heads(_rows(self.query_log, rows), heads)[:, :, queries]
+            k = _heads(_rows(self.key_log, rows), heads)[:, :, keys]
+            # Differences of cumulative sums in float64: no digit of the float32 result is lost even after 10^6 steps.
+            decay = (q.unsqueeze(-1) - k.unsqueeze(-2)).clamp_(max=0).to(dtype)
+            total = decay if total is None else total + decay
+        return total
+
+
+def tokens(merged: Merged, batch: int, query_heads: int, key_heads: int, query_length: int, key_length: int, device: torch.device) -> Tokens:
+    """Lay a structure over a call's own tokens."""
+    key_valid, query_valid = _validity(merged, batch, query_length, key_length, device)
+    shift = key_length - query_length
+    if key_valid is None:
+        key_rank = torch.arange(key_length, device=device).unsqueeze(0)
+        count = torch.full((1,), key_length, device=device)
+        query_rank = torch.arange(shift, key_length, device=device).unsqueeze(0)
+    else:
+        key_rank = key_valid.cumsum(1) - 1
+        count = key_valid.sum(1)
+        if query_valid is None:
+            query_rank = (count - query_length).unsqueeze(1) + torch.arange(query_length, device=device)
+        else:
+            query_rank = query_valid.cumsum(1) - 1 + (count - query_valid.sum(1)).unsqueeze(1)
+    if merged.documents is not None:
+        if query_length != key_length:
+            raise InvalidArgument(f"Documents: queries and keys must be the same tokens, but there are {query_length} and {key_length}.")
+        bounds = merged.documents.bounds(key_length)
+        starts = torch.tensor(bounds[:-1], device=device).repeat_interleave(torch.tensor(np.diff(bounds), device=device))
+        key_rank = query_rank = key_rank - starts
+    key_log = query_log = None
+    if merged.decay is not None:
+        key_log = _cumulative_log(merged, batch, query_heads, key_heads, key_length, key_valid)
+        pad = max(0, -shift)
+        query_log = torch.nn.functional.pad(key_log, (pad, 0))[..., key_length + pad - query_length :]
+    return Tokens(key_valid, query_valid, key_rank, query_rank, count, key_log, query_log)
+
+
+def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
+    """The layout of queries against this call's keys, with the keys of a cache before them."""
+    query_position, key_position, key_valid = own.query_rank, own.key_rank, own.key_valid
+    query_log, key_log = own.query_log, own.key_log
+    plain = key_valid is None and own.query_valid is None and merged.documents is None
+    offset = own.key_rank.shape[1] - own.query_rank.shape[1] if plain else None
+    if past is not None:
+        seen = past.count.unsqueeze(1)
+        key_position = _join(past.position, key_position + seen)
+        query_position = query_position + seen
+        if past.valid is not None or key_valid is not None:
+            ones = [torch.ones_like(p, dtype=torch.bool) for p in (past.position, own.key_rank)]
+            key_valid = _join(past.valid if past.valid is not None else ones[0], key_valid if key_valid is not None else ones[1])
+            offset = None
+        elif offset is not None:
+            offset += past.position.shape[1]
+        if key_log is not None:
+            assert past.log is not None
+            key_log = _join(past.log, key_log)
+    document = None
+    if merged.documents is not None:
+        bounds = merged.documents.bounds(own.key_rank.shape[1])
+        device = own.key_rank.device
+        document = torch.arange(len(bounds) - 1, device=device).repeat_interleave(torch.tensor(np.diff(bounds), device=device))
+    return Layout(
+        query_position=query_position,
+        key_position=key_position,
+        query_valid=own.query_valid,
+        key_valid=key_valid,
+        query_document=document,
+        key_document=document,
+        left=merged.left,
+        right=merged.right,
+        slopes=merged.alibi.slopes if merged.alibi is not None else None,
+        query_log=query_log,
+        key_log=key_log,
+        offset=offset,
+    )
+
+
+def with_gradients(plan: Layout, slopes: Tensor | None, query_log: Tensor | None, key_log: Tensor | None) -> Layout:
+    """The same layout with other log-weight tensors (what an autograd function received)."""
+    return replace(plan, slopes=slopes, query_log=query_log, key_log=key_log)
+
+
+def _validity(merged: Merged, batch: int, query_length: int, key_length: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    padding = merged.padding
+    if padding is None:
+        return None, None
+    if padding.lengths is not None:
+        lengths = padding.lengths.to(device)
+        if lengths.shape != (batch,):
+            raise InvalidArgument(f"Padding: lengths must have one entry per batch row, [{batch}], not {list(lengths.shape)}.")
+        if bool(((lengths < 0) | (lengths > key_length)).any()):
+            raise InvalidArgument(f"Padding: lengths must lie between 0 and the key length {key_length}.")
+        valid = torch.arange(key_length, device=device) < lengths.unsqueeze(1)
+    else:
+        assert padding.mask is not None
+        valid = padding.mask.to(device)
+        if valid.shape != (batch, key_length):
+            raise InvalidArgument(f"Padding: mask must be [batch, key length] = [{batch}, {key_length}], not {list(valid.shape)}.")
+    if padding.queries is not None:
+        queries = padding.queries.to(device)
+        if queries.shape != (batch, query_length):
+            raise InvalidArgument(f"Padding: queries must be [batch, query length] = [{batch}, {query_length}], not {list(queries.shape)}.")
+        return valid, queries
+    if not merged.ordered:
+        return valid, None
+    if query_length <= key_length:
+        return valid, valid[:, key_length - query_length :]
+    return valid, torch.nn.functional.pad(valid, (query_length - key_length, 0))
+
+
+def _cumulative_log(merged: Merged, batch: int, query_heads: int, key_heads: int, key_length: int, valid: Tensor | None) -> Tensor:
+    assert merged.decay is not None
+    logs = merged.decay.logs()
+    if logs.shape[1] not in (1, key_heads, query_heads):
+        raise InvalidArgument(f"Decay: {logs.shape[1]} heads given; allowed are 1, {key_heads} (key heads) or {query_heads} (query heads).")
+    if merged.decay.per_token and (logs.shape[0] != batch or logs.shape[-1] != key_length):
+        raise InvalidArgument(f"Decay: per-token rates must be [{batch}, heads, {key_length}] (batch, heads, key length), not {list(logs.shape)}.")
+    logs = logs.expand(-1, -1, key_length)
+    if logs.shape[1] not in (1, query_heads):
+        logs = logs.repeat_interleave(query_heads // key_heads, dim=1)
+    if valid is not None:
+        logs = torch.where(valid.unsqueeze(1), logs, 0.0)
+    return logs.cumsum(-1)
+
+
+def _join(past: Tensor, new: Tensor) -> Tensor:
+    """Concatenate along the last dimension, expanding leading dimensions of size 1."""
+    lead = torch.broadcast_shapes(past.shape[:-1], new.shape[:-1])
+    return torch.cat((past.expand(*lead, -1), new.expand(*lead, -1)), -1)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    return x if x.shape[0] == 1 else x[rows]
+
+
+def _heads(x: Tensor, heads: slice) -> Tensor:
+    return x if x.shape[1] == 1 else x[:, heads]

@@ -1,0 +1,157 @@
+"""States: what the past leaves behind. A state is a value: no call changes one that the caller holds.
+
+:class:`FeatureState` is the fixed-size state of a finite kernel; :class:`CacheState` keeps keys and values, for kernels or structures
+that need them. Keeping an old state is all that going back takes, and two continuations of one state do not touch each other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mercer.core.layout import PastKeys
+from mercer.errors import InvalidArgument
+
+
+class State(ABC):
+    """What a call leaves for the next one. Saved with :meth:`tensors`, loaded with :meth:`from_tensors`."""
+
+    length: Tensor
+    """``[B]`` int64: real (unpadded) tokens absorbed so far."""
+
+    @abstractmethod
+    def _own_tensors(self) -> dict[str, Tensor]: ...
+
+    @property
+    def batch(self) -> int:
+        return self.length.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state as named contiguous tensors, ready for safetensors."""
+        return {name: t.contiguous() for name, t in self._own_tensors().items()}
+
+    @staticmethod
+    def from_tensors(tensors: dict[str, Tensor]) -> State:
+        """Make the state that :meth:`tensors` described."""
+        kind = FeatureState if "features" in tensors else CacheState if "keys" in tensors else None
+        if kind is None:
+            raise InvalidArgument(f"No state has the tensors {sorted(tensors)}; expected those of State.tensors().")
+        names = {f.name for f in fields(kind)}
+        values: dict[str, Any] = dict(tensors)
+        if "kernel" in values:
+            values["kernel"] = bytes(values["kernel"].tolist()).decode()
+        if set(values) - names:
+            raise InvalidArgument(f"A {kind.__name__} has no tensors {sorted(set(values) - names)}.")
+        return kind(**values)
+
+    def _map(self, change: Any) -> Any:
+        changed = {f.name: change(getattr(self, f.name)) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}  # pyright: ignore[reportArgumentType]
+        return replace(self, **changed)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def clone(self) -> Any:
+        """A copy that shares no memory."""
+        return self._map(lambda t: t.clone())
+
+    def detach(self) -> Any:
+        """The same values, cut from the graph."""
+        return self._map(lambda t: t.detach())
+
+    def to(self, device: torch.device | str) -> Any:
+        return self._map(lambda t: t.to(device))
+
+    def select(self, index: Tensor) -> Any:
+        """The states of the batch rows ``index`` (integers, repeats allowed, or a boolean mask), in that order."""
+        rows = index.nonzero().squeeze(-1) if index.dtype == torch.bool else index
+        batch = self.batch
+        return self._map(lambda t: t.index_select(0, rows) if t.shape[0] == batch else t)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureState(State):
+    """The state of a finite kernel: S = sum_j w_j phi(k_j) v_j^T and z = sum_j w_j phi(k_j).
+
+    Attributes:
+        features: S, ``[B, H, F, Dv]`` float32 (float64 for float64 inputs).
+        mass: z, ``[B, H, F]``, or None if the normaliser did not need it.
+        length: ``[B]`` int64.
+        log_decay: ``[B, H]`` float64: the log of the total decay over the tokens absorbed (0 without decay).
+        kernel: which kernel's features these are.
+    """
+
+    features: Tensor
+    mass: Tensor | None
+    length: Tensor
+    log_decay: Tensor
+    kernel: str
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        name = torch.tensor(list(self.kernel.encode()), dtype=torch.uint8)
+        out = {"features": self.features, "length": self.length, "log_decay": self.log_decay, "kernel": name}
+        return out if self.mass is None else out | {"mass": self.mass}
+
+    @staticmethod
+    def from_tensors(tensors: dict[str, Tensor]) -> State:
+        return State.from_tensors({"mass": None} | tensors)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+
+    def merge(self, later: FeatureState) -> FeatureState:
+        """The state of this state's tokens followed by ``later``'s. Associative; without decay commutative too."""
+        if self.kernel != later.kernel or self.features.shape != later.features.shape:
+            raise InvalidArgument(
+                f"Cannot merge a state of {self.kernel} {list(self.features.shape)} with one of {later.kernel} {list(later.features.shape)}."
+            )
+        if (self.mass is None) != (later.mass is None):
+            raise InvalidArgument("Cannot merge a state that has a mass (denominators) with one that has none.")
+        factor = later.log_decay.exp().to(self.features.dtype)
+        mass = None
+        if self.mass is not None and later.mass is not None:
+            mass = self.mass * factor[..., None] + later.mass
+        return FeatureState(
+            features=self.features * factor[..., None, None] + later.features,
+            mass=mass,
+            length=self.length + later.length,
+            log_decay=self.log_decay + later.log_decay,
+            kernel=self.kernel,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CacheState(State):
+    """Keys and values of the past, as they came.
+
+    Attributes:
+        keys: ``[B, Hk, Lp, D]`` in the dtype of the input; under a window only what can still be seen.
+        values: ``[B, Hk, Lp, Dv]``.
+        length: ``[B]`` int64; may exceed Lp under a window.
+        valid: ``[B, Lp]`` bool, or None if every cached token is real.
+        log: ``[B, h, Lp]`` float64 cumulative log-decay after each token, relative to the newest; None without decay.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    valid: Tensor | None = None
+    log: Tensor | None = None
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        out = {"keys": self.keys, "values": self.values, "length": self.length}
+        optional = {"valid": self.valid, "log": self.log}
+        return out | {name: t for name, t in optional.items() if t is not None}
+
+    def past(self) -> PastKeys:
+        """Positions, validity and decay of the cached keys, for a layout."""
+        kept = self.keys.shape[2]
+        newest = self.length.unsqueeze(1)
+        if self.valid is None:
+            position = newest - torch.arange(kept, 0, -1, device=newest.device)
+        else:  # each key stands as far from the end as there are real keys from it on
+            position = newest - self.valid.flip(1).cumsum(1).flip(1)
+        return PastKeys(position, self.valid, self.length, self.log)

@@ -1,0 +1,268 @@
+"""Structures: who may see whom, and how strongly. A structure is a log-weight: w_ij = exp(bias_ij), 0 where j is hidden from i.
+
+Structures compose with ``&``: visibilities intersect and log-weights add, so ``Causal() & Window(255, 0) & Padding(lengths=n)`` is
+a padded sliding window. What a structure needs to know of the tensors (lengths, batch, heads) it learns when it is used.
+
+Positions. Queries are aligned with the *last* keys (bottom-right): with Lq queries and Lk keys query i stands where key
+i + Lk - Lq stands. A token that :class:`Padding` hides is as if absent: it adds nothing, decays nothing and does not count in any
+position or distance, so a sequence gives the same answer alone and padded left, right or inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mercer.errors import InvalidArgument, Unsupported
+
+
+class Structure:
+    """Base of all structures; a conjunction of parts."""
+
+    @property
+    def parts(self) -> tuple[Structure, ...]:
+        return (self,)
+
+    def __and__(self, other: Structure) -> Structure:
+        return Both(tuple(p for s in (self, other) for p in s.parts if not isinstance(p, Full)) or (Full(),))
+
+
+@dataclass(frozen=True)
+class Both(Structure):
+    """Several structures at once; made by ``&``."""
+
+    members: tuple[Structure, ...]
+
+    @property
+    def parts(self) -> tuple[Structure, ...]:
+        return self.members
+
+    def __str__(self) -> str:
+        return " & ".join(map(str, self.members))
+
+
+@dataclass(frozen=True)
+class Full(Structure):
+    """Every query sees every key."""
+
+
+@dataclass(frozen=True)
+class Causal(Structure):
+    """A query sees the keys at its own position and before."""
+
+
+@dataclass(frozen=True)
+class Window(Structure):
+    """A query at position i sees keys at positions i - left .. i + right, both inclusive.
+
+    Args:
+        left: distance seen backwards, 0 or more, or None for no limit.
+        right: distance seen forwards, 0 or more, or None for no limit. Default 0.
+
+    ``Window.last(width)`` is the sliding window of Mistral: the last ``width`` keys, at distances 0..width-1.
+    """
+
+    left: int | None
+    right: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None and value < 0:
+                raise InvalidArgument(f"Window: {name} must be 0 or more, or None for no limit, not {value}.")
+
+    @staticmethod
+    def last(width: int) -> Window:
+        """The last ``width`` keys up to and including one's own position."""
+        if width < 1:
+            raise InvalidArgument(f"Window.last: width must be 1 or more, not {width}.")
+        return Window(width - 1, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(Structure):
+    """Hides tokens that are not there. Give exactly one of ``mask`` and ``lengths``.
+
+    Args:
+        mask: boolean ``[B, Lk]``, True for a real token; padding may stand anywhere.
+        lengths: integers ``[B]``: the first ``lengths[b]`` keys are real.
+        queries: boolean ``[B, Lq]``, True for a real query; rows of the others are zero. By default the tail of ``mask`` under a
+            structure that orders its tokens (causal, window, decay: self-attention), and all True otherwise (cross-attention).
+    """
+
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    queries: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.mask is None) == (self.lengths is None):
+            raise InvalidArgument("Padding: give exactly one of mask and lengths.")
+        for name, value in (("mask", self.mask), ("queries", self.queries)):
+            if value is not None and (value.dtype != torch.bool or value.dim() != 2):
+                raise InvalidArgument(
+                    f"Padding: {name} must be a boolean [batch, length] tensor (True = real token), not {value.dtype} {list(value.shape)}."
+                )
+        if self.lengths is not None and (self.lengths.dim() != 1 or self.lengths.is_floating_point()):
+            raise InvalidArgument(f"Padding: lengths must be integers [batch], not {self.lengths.dtype} {list(self.lengths.shape)}.")
+
+    def __str__(self) -> str:
+        return "Padding(mask)" if self.mask is not None else "Padding(lengths)"
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Structure):
+    """Sequences packed one behind the other: a token sees only its own document. Query and key lengths must be equal.
+
+    Args:
+        offsets: integers ``[N + 1]``, from 0 to L, not decreasing: document d is tokens offsets[d] .. offsets[d+1] - 1. Lengths of 0
+            are allowed. Read anew at every call.
+
+    States, given and returned, then have one batch entry per document: entry b * N + d is document d of batch row b.
+    """
+
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        if self.offsets.dim() != 1 or self.offsets.numel() < 2 or self.offsets.is_floating_point():
+            raise InvalidArgument(f"Documents: offsets must be integers [N + 1], N at least 1, not {self.offsets.dtype} {list(self.offsets.shape)}.")
+
+    def bounds(self, length: int) -> list[int]:
+        """The offsets as a list, checked against the length of the packed sequence."""
+        bounds: list[int] = self.offsets.tolist()
+        if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+            raise InvalidArgument(f"Documents: offsets must rise from 0 to the packed length {length}, not {_short(bounds)}.")
+        return bounds
+
+    def __str__(self) -> str:
+        return f"Documents({self.offsets.numel() - 1} documents)"
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi(Structure):
+    """Log-weight -slope_h |i - j|, distances exact in any dtype; differentiable in the slopes.
+
+    Under :class:`~mercer.Exp` it is ALiBi; under a finite kernel and a causal structure, exponential decay.
+
+    Args:
+        slopes: ``[Hq]``, 0 or more. :func:`mercer.nn.alibi_slopes` gives the standard ones.
+
+    Source: Press et al. 2021, arXiv 2108.12409.
+    """
+
+    slopes: Tensor
+
+    def __post_init__(self) -> None:
+        if self.slopes.dim() != 1:
+            raise InvalidArgument(f"Alibi: slopes must be [heads], not {list(self.slopes.shape)}.")
+
+    def __str__(self) -> str:
+        return "Alibi(slopes)"
+
+
+@dataclass(frozen=True, eq=False)
+class Decay(Structure):
+    """Log-weight sum_{t=j+1..i} log(rate_t): every step multiplies what was seen before by its rate. Needs a causal structure.
+
+    Under a finite kernel this is the decay of RetNet (per head) and of gated linear recurrences with scalar gates (per token); under
+    :class:`~mercer.Exp` it is the forgetting attention of Lin et al. 2025. Differentiable in the rates.
+
+    Args:
+        rate: ``[H]`` per head or ``[B, H, L]`` per token, in (0, 1]; H is 1, the number of key heads, or of query heads; L that of keys.
+        log_rate: the same as logarithms, 0 or less. Give exactly one of the two; gates near 1 keep their precision as logarithms.
+
+    Source: Sun et al. 2023 (RetNet), arXiv 2307.08621; Lin et al. 2025 (Forgetting Transformer), arXiv 2503.02130.
+    """
+
+    rate: Tensor | None = None
+    log_rate: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.rate is None) == (self.log_rate is None):
+            raise InvalidArgument("Decay: give exactly one of rate and log_rate.")
+        value = self.rate if self.rate is not None else self.log_rate
+        assert value is not None
+        if value.dim() not in (1, 3):
+            raise InvalidArgument(f"Decay: rates must be [heads] or [batch, heads, length], not {list(value.shape)}.")
+        inside = ((value > 0) & (value <= 1)) if self.rate is not None else (value <= 0)
+        if not bool(inside.all()):
+            allowed = "in (0, 1]" if self.rate is not None else "0 or less"
+            raise InvalidArgument(f"Decay: every {'rate' if self.rate is not None else 'log_rate'} must be {allowed}.")
+
+    @property
+    def per_token(self) -> bool:
+        return (self.rate if self.rate is not None else self.log_rate).dim() == 3  # pyright: ignore[reportOptionalMemberAccess]
+
+    def logs(self) -> Tensor:
+        """Logarithms of the rates in float64, ``[1, H, 1]`` or ``[B, H, L]``."""
+        logs = self.log_rate.double() if self.log_rate is not None else self.rate.double().log()  # pyright: ignore[reportOptionalMemberAccess]
+        return logs.view(1, -1, 1) if logs.dim() == 1 else logs
+
+    def __str__(self) -> str:
+        return "Decay(per token)" if self.per_token else "Decay(per head)"
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """A structure's parts, merged: what the forms and the support table ask about."""
+
+    left: int | None
+    right: int | None
+    padding: Padding | None
+    documents: Documents | None
+    alibi: Alibi | None
+    decay: Decay | None
+
+    @property
+    def causal(self) -> bool:
+        """Nothing after a query's own position is visible."""
+        return self.right == 0
+
+    @property
+    def ordered(self) -> bool:
+        """Positions matter, so queries and keys are the same tokens (self-attention)."""
+        return self.left is not None or self.right is not None or self.weighted or self.documents is not None
+
+    @property
+    def weighted(self) -> bool:
+        return self.alibi is not None or self.decay is not None
+
+    def without_documents(self, padding: Padding) -> Structure:
+        """The same structure for documents laid out as a padded batch (per-token decay must be re-laid by the caller)."""
+        parts: list[Structure] = [Window(self.left, self.right), padding]
+        parts += [p for p in (self.alibi, self.decay) if p is not None]
+        return Both(tuple(parts))
+
+
+def merge(structure: Structure) -> Merged:
+    """Merge a structure's parts; raises :class:`Unsupported` where they exclude each other."""
+    left: int | None = None
+    right: int | None = None
+    found: dict[type, Structure] = {}
+    for part in structure.parts:
+        if isinstance(part, Full):
+            continue
+        if isinstance(part, Causal | Window):
+            other_left, other_right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
+            left, right = _tighter(left, other_left), _tighter(right, other_right)
+        elif isinstance(part, Padding | Documents | Alibi | Decay):
+            kind = type(part)
+            if kind in found:
+                raise Unsupported(f"Two {kind.__name__} in one structure: combine their tensors into one.")
+            found[kind] = part
+        else:
+            raise Unsupported(f"{type(part).__name__} is not a structure that the forms know; compose the ones in mercer.core.structures.")
+    padding, documents, alibi, decay = (found.get(kind) for kind in (Padding, Documents, Alibi, Decay))
+    if decay is not None and right != 0:
+        raise Unsupported("Decay needs a causal structure: write Causal() & Decay(...).")
+    if padding is not None and documents is not None:
+        raise Unsupported("Padding together with Documents: leave the padding tokens out of the packed sequence, or make them a document.")
+    return Merged(left, right, padding, documents, alibi, decay)  # pyright: ignore[reportArgumentType]
+
+
+def _tighter(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

@@ -1,0 +1,1 @@
+"""How an attention is computed: dense, chunked and recurrent forms that agree with the reference."""

@@ -1,0 +1,106 @@
+"""Packed documents, laid out as padded batches: documents of similar length run together, each at most doubled in length.
+
+The forms that carry a state then need no notion of a document, and every document has its own initial and final state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mercer.core.state import CacheState, FeatureState, State
+from mercer.core.structures import Decay, Merged, Padding, merge
+from mercer.errors import InvalidArgument
+from mercer.forms.run import Call, run
+
+
+def run_documents(call: Call) -> tuple[Tensor, State | None]:
+    """Compute a call with :class:`~mercer.Documents`, document by document in batches of similar length."""
+    assert call.merged.documents is not None
+    batch, length = call.query.shape[0], call.query.shape[2]
+    if call.key.shape[2] != length:
+        raise InvalidArgument(f"Documents: queries and keys must be the same tokens, but there are {length} and {call.key.shape[2]}.")
+    bounds = call.merged.documents.bounds(length)
+    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+    states: dict[int, State] = {}
+    for members in _by_length(sizes).values():
+        width = max(sizes[d] for d in members)
+        device = call.query.device
+        lengths = torch.tensor([sizes[d] for d in members], device=device)
+        starts = torch.tensor([bounds[d] for d in members], device=device)
+        steps = torch.arange(width, device=device)
+        real = steps < lengths.unsqueeze(1)  # [N, width]
+        index = (starts.unsqueeze(1) + steps).masked_fill(~real, 0).flatten()
+        entries = torch.tensor([b * len(sizes) + d for b in range(batch) for d in members], device=device)
+        part = replace(
+            call,
+            query=_gather(call.query, index, width),
+            key=_gather(call.key, index, width),
+            value=_gather(call.value, index, width),
+            merged=_merged(call.merged, Padding(mask=real.repeat(batch, 1)), index, batch, width),
+            state=None if call.state is None else call.state.select(entries),
+        )
+        rows, after = run(part)
+        flat = rows.unflatten(0, (batch, len(members))).transpose(1, 2).flatten(2, 3)  # [B, H, N width, Dv]
+        keep = real.flatten().nonzero().squeeze(-1)
+        out = out.index_copy(2, index[keep], flat.index_select(2, keep))
+        if after is not None:
+            states |= {int(entry): after.select(torch.tensor([row], device=device)) for row, entry in enumerate(entries.tolist())}
+    if not call.return_state:
+        return out, None
+    return out, _stack([states[entry] for entry in range(batch * len(sizes))])
+
+
+def _by_length(sizes: list[int]) -> dict[int, list[int]]:
+    """Documents grouped so that none is padded to more than twice its length."""
+    groups: dict[int, list[int]] = {}
+    for document, size in enumerate(sizes):
+        groups.setdefault(size.bit_length(), []).append(document)
+    return groups
+
+
+def _gather(x: Tensor, index: Tensor, width: int) -> Tensor:
+    """``[B, H, L, D] -> [B N, H, width, D]``."""
+    part = x.index_select(2, index).unflatten(2, (-1, width))
+    return part.transpose(1, 2).flatten(0, 1)
+
+
+def _merged(merged: Merged, padding: Padding, index: Tensor, batch: int, width: int) -> Merged:
+    structure = merged.without_documents(padding)
+    if merged.decay is None or not merged.decay.per_token:
+        return merge(structure)
+    logs = merged.decay.logs().index_select(2, index).unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
+    return replace(merge(structure), decay=Decay(log_rate=logs))
+
+
+def _stack(states: list[State]) -> State:
+    """States of one batch entry each, as one state."""
+    if isinstance(states[0], FeatureState):
+        parts = [s for s in states if isinstance(s, FeatureState)]
+        masses = [s.mass for s in parts if s.mass is not None]
+        return FeatureState(
+            features=torch.cat([s.features for s in parts]),
+            mass=torch.cat(masses) if masses else None,
+            length=torch.cat([s.length for s in parts]),
+            log_decay=torch.cat([s.log_decay for s in parts]),
+            kernel=parts[0].kernel,
+        )
+    caches = [s for s in states if isinstance(s, CacheState)]
+    width = max(s.keys.shape[2] for s in caches)
+
+    def widen(x: Tensor) -> Tensor:
+        missing = width - (x.shape[2] if x.dim() > 2 else x.shape[1])
+        return torch.nn.functional.pad(x, (0, 0, missing, 0) if x.dim() == 4 else (missing, 0))
+
+    valid = [s.valid if s.valid is not None else s.keys.new_ones(1, s.keys.shape[2], dtype=torch.bool) for s in caches]
+    logs = [s.log for s in caches if s.log is not None]
+    return CacheState(
+        keys=torch.cat([widen(s.keys) for s in caches]),
+        values=torch.cat([widen(s.values) for s in caches]),
+        length=torch.cat([s.length for s in caches]),
+        valid=torch.cat([widen(v) for v in valid]),
+        log=torch.cat([widen(log) for log in logs]) if logs else None,
+    )

@@ -1,0 +1,207 @@
+"""One call of one layout: map, run a form, normalise, and leave a state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mercer.core.kernels import Kernel
+from mercer.core.layout import Layout, Tokens, layout, tokens
+from mercer.core.normalizers import Normalizer
+from mercer.core.state import CacheState, FeatureState, State
+from mercer.core.structures import Merged
+from mercer.errors import InvalidArgument, NonFinite
+from mercer.forms import recurrent, scan
+from mercer.forms.dense import dense
+from mercer.forms.tiles import tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A resolved call of :func:`mercer.attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kernel: Kernel
+    normalizer: Normalizer
+    merged: Merged
+    scale: float
+    state: State | None
+    return_state: bool
+    form: str
+    path: str
+
+
+def run(call: Call) -> tuple[Tensor, State | None]:
+    """Compute a call whose documents, if any, the form handles itself."""
+    batch, query_heads, query_length, _ = call.query.shape
+    key_heads, key_length = call.key.shape[1], call.key.shape[2]
+    own = tokens(call.merged, batch, query_heads, key_heads, query_length, key_length, call.query.device)
+    query = _blank(call.query, own.query_valid)
+    key, value = _blank(call.key, own.key_valid), _blank(call.value, own.key_valid)
+    if call.path == "features":
+        numerator, denominator, after = _features(call, own, query, key, value)
+    else:
+        numerator, denominator, after = _pairs(call, own, query, key, value)
+    out = call.normalizer.apply(numerator, denominator)
+    if own.query_valid is not None:
+        out = out.masked_fill(~own.query_valid[:, None, :, None], 0)
+    return out.to(call.query.dtype), after
+
+
+def _blank(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Zeros where a token is not there, so that whatever stands in the padding cannot leak, not even NaN."""
+    return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
+
+
+def _pairs(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None, State | None]:
+    past = None
+    if call.state is not None:
+        assert isinstance(call.state, CacheState)
+        past = _checked_cache(call, call.state, key, value)
+        key, value = torch.cat((past.keys, key), 2), torch.cat((past.values, value), 2)
+    view = layout(call.merged, own, None if past is None else past.past())
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
+    mapped_key = call.kernel.map_key(key.to(precision))
+    form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
+    numerator, denominator, peak = form(
+        mapped_query, mapped_key, value.to(precision), call.kernel, view, call.normalizer.needs_denominator
+    )
+    if peak is not None and not call.normalizer.scale_invariant:
+        numerator, denominator = _restore(call, numerator, denominator, peak)
+    after = _cache(call, own, view, key, value) if call.return_state else None
+    return numerator, denominator, after
+
+
+def _restore(call: Call, numerator: Tensor, denominator: Tensor | None, peak: Tensor) -> tuple[Tensor, Tensor | None]:
+    factor = peak.exp()
+    numerator = numerator * factor.unsqueeze(-1)
+    if not bool(torch.isfinite(numerator).all()):
+        raise NonFinite(
+            f"{call.kernel} with {call.normalizer} overflows {numerator.dtype}: the largest score is {float(peak.max()):.4g} and exp of it is not "
+            "finite; use a smaller scale, or a scale-invariant normaliser (Sum, L2, RMS)."
+        )
+    return numerator, None if denominator is None else denominator * factor
+
+
+def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) -> CacheState:
+    for name, had, new in (("keys", state.keys, key), ("values", state.values, value)):
+        if had.shape[:2] != new.shape[:2] or had.shape[3] != new.shape[3] or had.dtype != new.dtype:
+            raise InvalidArgument(
+                f"The cache holds {name} {list(had.shape)} {had.dtype}; this call's are {list(new.shape)} {new.dtype}: batch, heads, dimension and dtype must agree."
+            )
+    if (state.log is None) != (call.merged.decay is None):
+        raise InvalidArgument("The cache was made " + ("without" if state.log is None else "with") + " Decay; continue it the same way.")
+    return state
+
+
+def _cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) -> CacheState:
+    batch, total = call.query.shape[0], key.shape[2]
+    length = own.count.expand(batch).to(torch.int64)
+    if call.state is not None:
+        length = length + call.state.length
+    valid, log = view.key_valid, view.key_log
+    if log is not None and own.key_log is not None and own.key_log.shape[-1]:
+        log = log - own.key_log[..., -1:]
+    first = 0
+    if call.merged.left is not None:  # what the next query can still see: the last `left` real tokens of every row
+        if valid is None:
+            first = max(0, total - call.merged.left)
+        else:
+            behind = valid.flip(1).cumsum(1).flip(1)
+            first = int((behind > call.merged.left).sum(1).min())
+    return CacheState(
+        keys=key[:, :, first:],
+        values=value[:, :, first:],
+        length=length,
+        valid=None if valid is None else valid.expand(batch, -1)[:, first:],
+        log=None if log is None else log[..., first:],
+    )
+
+
+def _features(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None, State | None]:
+    batch, query_heads = query.shape[:2]
+    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    log = _feature_log(call, own)
+    heads = key.shape[1]
+    if log is not None and log.shape[1] == query_heads != heads:
+        key, value = key.repeat_interleave(query_heads // heads, 1), value.repeat_interleave(query_heads // heads, 1)
+        heads = query_heads
+    mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
+    mapped_key = call.kernel.map_key(key.to(precision))
+    value = value.to(precision)
+    value_dim = value.shape[-1]
+    if call.normalizer.needs_denominator:  # the mass z is the state of a value that is 1 for every real token
+        ones = value.new_ones(()).expand(*value.shape[:-1], 1)
+        value = torch.cat((value, _blank(ones, own.key_valid)), -1)
+    state = _initial(call, batch, heads, mapped_key.shape[-1], value)
+    causal = call.merged.causal
+    form = scan.chunked if call.form == "chunked" else recurrent.features
+    if causal:  # bottom-right: as many queries as keys, those in front read nothing or are not read
+        lead = key.shape[2] - query.shape[2]
+        if lead > 0:
+            mapped_query = torch.nn.functional.pad(mapped_query, (0, 0, lead, 0))
+        elif lead < 0:
+            mapped_key, value = (torch.nn.functional.pad(x, (0, 0, -lead, 0)) for x in (mapped_key, value))
+            log = None if log is None else torch.nn.functional.pad(log, (-lead, 0))
+    carried, final = form(mapped_query, mapped_key, value, call.kernel, log, state, causal)
+    if causal and carried.shape[2] != query.shape[2]:
+        carried = carried[:, :, carried.shape[2] - query.shape[2] :]
+    numerator, denominator = carried, None
+    if call.normalizer.needs_denominator:
+        numerator, denominator = carried[..., :value_dim], carried[..., value_dim]
+    return numerator, denominator, _feature_state(call, own, log, final, value_dim) if call.return_state else None
+
+
+def _feature_log(call: Call, own: Tokens) -> Tensor | None:
+    """Cumulative log-decay ``[b, h, Lk]``, h the number of key heads if the rates allow it and of query heads otherwise."""
+    log = own.key_log
+    groups = call.query.shape[1] // call.key.shape[1]
+    if log is not None and groups > 1 and call.merged.alibi is None:
+        assert call.merged.decay is not None
+        if call.merged.decay.logs().shape[1] == call.key.shape[1]:
+            log = log[:, ::groups]
+    if call.merged.alibi is not None:
+        steps = own.key_rank + 1 if own.key_valid is None else own.key_valid.cumsum(1)
+        slope = -call.merged.alibi.slopes.double().view(1, -1, 1) * steps.unsqueeze(1)
+        log = slope if log is None else slope + log
+    return log
+
+
+def _initial(call: Call, batch: int, heads: int, dim: int, value: Tensor) -> Tensor:
+    """The state to start from, ``[B, H, F, Dv (+ 1 for the mass)]``."""
+    features = call.kernel.feature_dim(dim)
+    assert features is not None
+    if call.state is None:
+        return value.new_zeros(batch, heads, features, value.shape[-1])
+    state = call.state
+    assert isinstance(state, FeatureState)
+    if state.kernel != str(call.kernel):
+        raise InvalidArgument(f"The state was made by {state.kernel}, but this call uses {call.kernel}.")
+    if call.normalizer.needs_denominator and state.mass is None:
+        raise InvalidArgument(f"The state has no mass z, which {call.normalizer} needs: make the state under a normaliser with denominators.")
+    parts = [state.features] if not call.normalizer.needs_denominator or state.mass is None else [state.features, state.mass.unsqueeze(-1)]
+    start = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    expected = (batch, heads, features, value.shape[-1])
+    if start.shape != expected:
+        raise InvalidArgument(f"The state's sums (with mass) are {list(start.shape)}, but this call needs {list(expected)}: [B, heads, features, Dv].")
+    if start.dtype != value.dtype:
+        raise InvalidArgument(f"The state is {start.dtype}, but this call accumulates in {value.dtype}.")
+    return start
+
+
+def _feature_state(call: Call, own: Tokens, log: Tensor | None, final: Tensor, value_dim: int) -> FeatureState:
+    batch, heads = final.shape[:2]
+    length = own.count.expand(batch).to(torch.int64)
+    total = final.new_zeros(batch, heads, dtype=torch.float64)
+    if log is not None and log.shape[-1]:
+        total = total + log[..., -1]
+    if call.state is not None:
+        assert isinstance(call.state, FeatureState)
+        length, total = length + call.state.length, total + call.state.log_decay
+    mass = final[..., value_dim] if call.normalizer.needs_denominator else None
+    return FeatureState(final[..., :value_dim], mass, length, total, str(call.kernel))

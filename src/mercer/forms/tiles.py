@@ -1,0 +1,323 @@
+"""The chunked form over pairs: tiles of scores, any kernel and any structure, memory linear in the length.
+
+Forward, for each tile of queries: over tiles of the keys they can see, scores are made, weighted and summed; an exponential kernel
+keeps a running maximum and is left scaled by exp(-l), l the log-sum-exp of its row. Backward the scores are made again, tile by tile,
+so nothing of size Lq x Lk is ever stored. With w the weight of a pair and u, d the numerator and denominator of a row,
+
+    dw = <du, v> + dd        dv += w du        ds = dw * (w if exponential, else exp(bias) f'(s))        dbias = w dw
+
+Workspaces are allocated once a call and used by every tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mercer.core.kernels import Kernel
+from mercer.core.layout import Layout, with_gradients
+
+ROWS = 128
+"""Queries per tile."""
+COLUMNS = 2048
+"""Keys per tile."""
+WORKSPACE = 4 * 2**20
+"""Bytes of scores that are worked on at once: heads and batch rows are taken together until they fill it."""
+
+
+def tiles(
+    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, layout: Layout, needs_denominator: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Numerator ``[B, Hq, Lq, Dv]``, denominator ``[B, Hq, Lq]`` if needed, and log row factor ``[B, Hq, Lq]`` for exponential kernels."""
+    numerator, denominator, factor = _Tiles.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        query, key, value, layout.slopes, layout.query_log, layout.key_log, kernel, layout, needs_denominator
+    )
+    return numerator, denominator if needs_denominator else None, factor if kernel.exponential else None
+
+
+class _Slab:
+    """Some batch rows and key heads, with the query heads of each key head stacked as rows."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor], rows: slice, heads: slice) -> None:
+        query, key = tensors
+        self.rows, self.heads = rows, heads
+        self.groups = query.shape[1] // key.shape[1]
+        self.query_heads = slice(heads.start * self.groups, heads.stop * self.groups)
+        self.batch, self.count = rows.stop - rows.start, (rows.stop - rows.start) * (heads.stop - heads.start)
+
+    def key_side(self, x: Tensor, at: slice) -> Tensor:
+        """``[N, tk, *]``, a view where the strides allow."""
+        return x[self.rows, self.heads, at].flatten(0, 1)
+
+    def query_side(self, x: Tensor, at: slice) -> Tensor:
+        """``[N, g tq, *]``."""
+        part = x[self.rows, self.query_heads, at]
+        return part.reshape(self.count, -1, part.shape[-1])
+
+    def query_rows(self, x: Tensor, at: slice) -> Tensor:
+        """``[N, g tq, 1]`` of a tensor ``[B, Hq, Lq]``."""
+        return x[self.rows, self.query_heads, at].reshape(self.count, -1, 1)
+
+    def store(self, target: Tensor, at: slice, source: Tensor) -> None:
+        """Write rows ``[N, g tq, *]`` (or without the last dimension) back to ``[B, Hq, Lq, *]``."""
+        view = target[self.rows, self.query_heads, at]
+        view.copy_(source.reshape(view.shape))
+
+    def by_head(self, tile: Tensor) -> Tensor:
+        """A tile ``[N, g tq, tk]`` seen as ``[b, Hq', tq, tk]``."""
+        heads = self.count // self.batch * self.groups
+        return tile.view(self.batch, heads, -1, tile.shape[-1])
+
+
+class _Run:
+    """What forward and backward share: how a call is cut, and how the weights of a tile are made."""
+
+    def __init__(self, query: Tensor, key: Tensor, kernel: Kernel, layout: Layout) -> None:
+        self.query, self.key, self.kernel, self.layout = query, key, kernel, layout
+        self.buffers: dict[str, Tensor] = {}
+        self.masks: dict[tuple[int, int, int], Tensor | None] = {}
+
+    def slabs(self) -> Iterator[_Slab]:
+        batch, heads = self.key.shape[:2]
+        groups = self.query.shape[1] // heads
+        tile = groups * min(ROWS, self.query.shape[2]) * min(COLUMNS, self.key.shape[2]) * self.query.element_size()
+        together = max(1, WORKSPACE // max(tile, 1))
+        if together >= heads:
+            step = together // heads
+            for start in range(0, batch, step):
+                yield _Slab((self.query, self.key), slice(start, min(batch, start + step)), slice(0, heads))
+            return
+        for row in range(batch):
+            for start in range(0, heads, together):
+                yield _Slab((self.query, self.key), slice(row, row + 1), slice(start, min(heads, start + together)))
+
+    def query_tiles(self) -> Iterator[slice]:
+        for start in range(0, self.query.shape[2], ROWS):
+            yield slice(start, min(start + ROWS, self.query.shape[2]))
+
+    def key_tiles(self, queries: slice) -> list[slice]:
+        low, high = self.layout.span(queries.start, queries.stop)
+        return [slice(start, min(start + COLUMNS, high)) for start in range(low, high, COLUMNS)]
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """A workspace, grown when needed and reused by every tile."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        flat = self.buffers.get(name)
+        if flat is None or flat.numel() < size:
+            flat = self.buffers[name] = self.query.new_empty(size)
+        return flat[:size].view(shape)
+
+    def hidden(self, slab: _Slab, queries: slice, keys: slice) -> Tensor | None:
+        """Boolean ``[b, 1, tq, tk]``, True where hidden, or None."""
+        if self.layout.offset is None:
+            mask = self.layout.visible(queries, keys, slab.rows)
+            return None if mask is None else ~mask.unsqueeze(1)
+        where = (queries.start - keys.start, queries.stop - queries.start, keys.stop - keys.start)
+        if where not in self.masks:  # without padding a mask depends on the tile's place relative to the diagonal alone
+            mask = self.layout.visible(queries, keys)
+            self.masks[where] = None if mask is None else ~mask.unsqueeze(1)
+        return self.masks[where]
+
+    def scores(self, slab: _Slab, q: Tensor, k: Tensor) -> Tensor:
+        return torch.bmm(q, k.transpose(1, 2), out=self.buffer("score", q.shape[0], q.shape[1], k.shape[1]))
+
+    def bias(self, slab: _Slab, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor | None:
+        return self.layout.bias(queries, keys, slab.rows, slab.query_heads, dtype)
+
+    def logits(self, slab: _Slab, queries: slice, keys: slice, q: Tensor, k: Tensor) -> Tensor:
+        """Scores with bias, minus infinity where hidden: what an exponential kernel exponentiates."""
+        score = self.scores(slab, q, k)
+        view = slab.by_head(score)
+        bias = self.bias(slab, queries, keys, score.dtype)
+        if bias is not None:
+            view.add_(bias)
+        hidden = self.hidden(slab, queries, keys)
+        if hidden is not None:
+            view.masked_fill_(hidden, -torch.inf)
+        return score
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slopes: Tensor | None,
+        query_log: Tensor | None,
+        key_log: Tensor | None,
+        kernel: Kernel,
+        layout: Layout,
+        needs_denominator: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        layout = with_gradients(layout, slopes, query_log, key_log)
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        run = _Run(query, key, kernel, layout)
+        numerator = query.new_zeros(*query.shape[:3], value.shape[-1])
+        denominator = query.new_zeros(query.shape[:3])
+        factor = query.new_zeros(query.shape[:3] if kernel.exponential else 0)
+        sums = _exponential_rows if kernel.exponential else _plain_rows
+        for slab in run.slabs():
+            for queries in run.query_tiles():
+                keys = run.key_tiles(queries)
+                if keys:
+                    sums(run, slab, queries, keys, value, needs_denominator, (numerator, denominator, factor))
+        ctx.call, ctx.needs_denominator = (kernel, with_gradients(layout, None, None, None)), needs_denominator
+        ctx.save_for_backward(query, key, value, slopes, query_log, key_log, factor)
+        ctx.mark_non_differentiable(factor)
+        return numerator, denominator, factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        query, key, value, slopes, query_log, key_log, factor = ctx.saved_tensors
+        kernel, layout = ctx.call
+        layout = with_gradients(layout, slopes, query_log, key_log)
+        run = _Run(query, key, kernel, layout)
+        grad_numerator = grads[0].contiguous()
+        grad_denominator = grads[1] if ctx.needs_denominator else None
+        totals = _Gradients(query, key, value, slopes, query_log, key_log, ctx.needs_input_grad[3:6])
+        for slab in run.slabs():
+            for queries in run.query_tiles():
+                keys = run.key_tiles(queries)
+                if keys:
+                    _backward_rows(run, slab, queries, keys, value, factor, grad_numerator, grad_denominator, totals)
+        return totals.query, totals.key, totals.value, totals.slopes, totals.query_log, totals.key_log, None, None, None
+
+
+class _Gradients:
+    """Where the gradients of a call are summed; None where nobody asked."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slopes: Tensor | None,
+        query_log: Tensor | None,
+        key_log: Tensor | None,
+        asked: tuple[bool, bool, bool],
+    ) -> None:
+        self.query, self.key, self.value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        self.slopes = torch.zeros_like(slopes) if slopes is not None and asked[0] else None
+        self.query_log = torch.zeros_like(query_log) if query_log is not None and asked[1] else None
+        self.key_log = torch.zeros_like(key_log) if key_log is not None and asked[2] else None
+
+    def add_bias(self, run: _Run, slab: _Slab, queries: slice, keys: slice, tile: Tensor) -> None:
+        """``tile`` is dbias, ``[b, Hq', tq, tk]``."""
+        if self.slopes is not None:
+            distance = run.layout.distance(queries, keys, slab.rows).unsqueeze(1).to(tile.dtype)
+            self.slopes[slab.query_heads] -= (tile * distance).sum((0, 2, 3)).to(self.slopes.dtype)
+        for target, dimension, at, sign in ((self.query_log, 3, queries, 1), (self.key_log, 2, keys, -1)):
+            if target is not None:
+                rows = slab.rows if target.shape[0] > 1 else slice(None)
+                heads = slab.query_heads if target.shape[1] > 1 else slice(None)
+                view = target[rows, heads, at]
+                view += tile.sum(dimension, dtype=target.dtype).sum_to_size(view.shape) * sign
+
+
+def _exponential_rows(
+    run: _Run, slab: _Slab, queries: slice, keys: list[slice], value: Tensor, needs_denominator: bool, into: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Rows of an exponential kernel: online softmax over the key tiles, left scaled by exp(-log-sum-exp)."""
+    q = slab.query_side(run.query, queries)
+    peak = total = rows = None
+    for at in keys:
+        score = run.logits(slab, queries, at, q, slab.key_side(run.key, at))
+        highest = score.amax(-1, keepdim=True)
+        if peak is not None:
+            highest = torch.maximum(highest, peak)
+        shift = highest.masked_fill(highest == -torch.inf, 0)
+        weight = score.sub_(shift).exp_()
+        part = torch.bmm(weight, slab.key_side(value, at))
+        mass = weight.sum(-1, keepdim=True)
+        if peak is None or rows is None or total is None:
+            rows, total = part, mass
+        else:
+            fade = (peak - shift).exp_()
+            rows, total = rows.mul_(fade).add_(part), total.mul_(fade).add_(mass)
+        peak = highest
+    assert rows is not None and total is not None and peak is not None
+    empty = total == 0
+    rows.mul_(total.reciprocal().masked_fill_(empty, 0))
+    slab.store(into[0], queries, rows)
+    slab.store(into[2], queries, peak.add_(total.log()).masked_fill_(empty, 0))
+    if needs_denominator:
+        slab.store(into[1], queries, (~empty).to(rows.dtype))
+
+
+def _plain_rows(
+    run: _Run, slab: _Slab, queries: slice, keys: list[slice], value: Tensor, needs_denominator: bool, into: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Rows of a kernel that is summed as it is."""
+    q = slab.query_side(run.query, queries)
+    rows = total = None
+    for at in keys:
+        weight = run.kernel.profile(run.scores(slab, q, slab.key_side(run.key, at)))
+        view = slab.by_head(weight)
+        bias = run.bias(slab, queries, at, weight.dtype)
+        if bias is not None:
+            view.mul_(bias.exp_())
+        hidden = run.hidden(slab, queries, at)
+        if hidden is not None:
+            view.masked_fill_(hidden, 0)
+        v = slab.key_side(value, at)
+        rows = torch.bmm(weight, v) if rows is None else rows.baddbmm_(weight, v)
+        if needs_denominator:
+            mass = weight.sum(-1)
+            total = mass if total is None else total.add_(mass)
+    assert rows is not None
+    slab.store(into[0], queries, rows)
+    if total is not None:
+        slab.store(into[1], queries, total)
+
+
+def _backward_rows(
+    run: _Run,
+    slab: _Slab,
+    queries: slice,
+    keys: list[slice],
+    value: Tensor,
+    factor: Tensor,
+    grad_numerator: Tensor,
+    grad_denominator: Tensor | None,
+    totals: _Gradients,
+) -> None:
+    q, du = slab.query_side(run.query, queries), slab.query_side(grad_numerator, queries)
+    dd = None if grad_denominator is None else slab.query_rows(grad_denominator, queries)
+    grad_q = torch.zeros_like(q)
+    biased = totals.slopes is not None or totals.query_log is not None or totals.key_log is not None
+    for at in keys:
+        k, v = slab.key_side(run.key, at), slab.key_side(value, at)
+        dw = torch.bmm(du, v.transpose(1, 2), out=run.buffer("grad", du.shape[0], du.shape[1], v.shape[1]))
+        if dd is not None:
+            dw.add_(dd)
+        if run.kernel.exponential:
+            weight = run.logits(slab, queries, at, q, k).sub_(slab.query_rows(factor, queries)).exp_()
+            ds = dw.mul_(weight)
+            if biased:
+                totals.add_bias(run, slab, queries, at, slab.by_head(ds))
+        else:
+            score = run.scores(slab, q, k)
+            weight, slope = run.kernel.profile(score), run.kernel.derivative(score)
+            bias, hidden = run.bias(slab, queries, at, score.dtype), run.hidden(slab, queries, at)
+            if bias is not None:
+                bias.exp_()
+                slab.by_head(weight).mul_(bias)
+            if hidden is not None:
+                slab.by_head(weight).masked_fill_(hidden, 0)
+                slab.by_head(dw).masked_fill_(hidden, 0)
+            if biased:
+                totals.add_bias(run, slab, queries, at, slab.by_head(weight * dw))
+            if bias is not None:
+                slab.by_head(dw).mul_(bias)
+            ds = dw.mul_(slope)
+        slab.key_side(totals.value, at).baddbmm_(weight.transpose(1, 2), du)
+        grad_q.baddbmm_(ds, k)
+        slab.key_side(totals.key, at).baddbmm_(ds.transpose(1, 2), q)
+    slab.store(totals.query, queries, grad_q)

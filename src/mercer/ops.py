@@ -1,0 +1,181 @@
+"""The public operators: :func:`attention` and :func:`plan`."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from mercer.core.kernels import Exp, Kernel
+from mercer.core.normalizers import Normalizer, Sum
+from mercer.core.state import CacheState, FeatureState, State
+from mercer.core.structures import Full, Merged, Structure, merge
+from mercer.core.support import Sizes
+from mercer.errors import InvalidArgument
+from mercer.forms import packed
+from mercer.forms.run import Call, run
+from mercer.plan import Plan, choose
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kernel: Kernel | None = None,
+    normalizer: Normalizer | None = None,
+    structure: Structure | None = None,
+    scale: float | None = None,
+    state: State | None = None,
+    return_state: Literal[False] = False,
+    form: str = "auto",
+    path: str = "auto",
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kernel: Kernel | None = None,
+    normalizer: Normalizer | None = None,
+    structure: Structure | None = None,
+    scale: float | None = None,
+    state: State | None = None,
+    return_state: Literal[True],
+    form: str = "auto",
+    path: str = "auto",
+) -> tuple[Tensor, State]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kernel: Kernel | None = None,
+    normalizer: Normalizer | None = None,
+    structure: Structure | None = None,
+    scale: float | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+    form: str = "auto",
+    path: str = "auto",
+) -> Tensor | tuple[Tensor, State]:
+    """Attention: a kernel, a normaliser and a structure,
+
+        o_i = N( sum_j  w_ij  K(q_i, k_j)  v_j ),
+
+    in any form; all forms agree with the double loop of ``mercer.core.reference``.
+
+    Args:
+        query: ``[B, Hq, Lq, D]``; float64, float32, bfloat16 or float16.
+        key: ``[B, Hk, Lk, D]``; Hk divides Hq (grouped- and multi-query attention: query head h reads key head h // (Hq / Hk)).
+        value: ``[B, Hk, Lk, Dv]``.
+        kernel: K. Default ``Exp()``.
+        normalizer: N. Default ``Sum()``; with ``Exp`` that is softmax.
+        structure: w. Default ``Full()``; compose with ``&``. Unequal lengths are aligned bottom-right.
+        scale: factor on the inner product; default the kernel's own (``kernel.default_scale(D)``).
+        state: what an earlier call returned; its tokens come before this call's.
+        return_state: also return the state after this call's tokens.
+        form: ``"auto"``, ``"dense"``, ``"chunked"`` or ``"recurrent"``.
+        path: ``"auto"``, ``"pairs"`` or ``"features"``.
+
+    Returns:
+        ``[B, Hq, Lq, Dv]`` in the dtype of ``query``; with ``return_state`` a pair of it and a :class:`~mercer.State`. Sums are
+        accumulated in float32 (float64 for float64 inputs). A row that sees nothing is zero.
+
+    Raises:
+        InvalidArgument: shapes, dtypes or options that are wrong in themselves.
+        Unsupported: parts that cannot be combined; the message says what would work.
+        NonFinite: ``Identity`` with an exponential kernel left the range of the accumulator.
+    """
+    kernel, normalizer, merged, sizes, chosen = _resolve(
+        query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path
+    )
+    factor = kernel.default_scale(query.shape[-1]) if scale is None else float(scale)
+    call = Call(query, key, value, kernel, normalizer, merged, factor, state, return_state, chosen.form, chosen.path)
+    packs = merged.documents is not None and (chosen.form != "dense" or state is not None or return_state)
+    out, after = packed.run_documents(call) if packs else run(call)
+    if not return_state:
+        return out
+    assert after is not None
+    return out, after
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kernel: Kernel | None = None,
+    normalizer: Normalizer | None = None,
+    structure: Structure | None = None,
+    scale: float | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+    form: str = "auto",
+    path: str = "auto",
+) -> Plan:
+    """How :func:`attention` would compute the same arguments: form, path, operations, bytes, and the reason. Runs nothing.
+
+    Only shapes, dtypes and devices of the tensors are read, so tensors on the ``meta`` device will do.
+    """
+    return _resolve(query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path)[-1]
+
+
+def _resolve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: Kernel | None,
+    normalizer: Normalizer | None,
+    structure: Structure | None,
+    scale: float | None,
+    state: State | None,
+    return_state: bool,
+    form: str,
+    path: str,
+) -> tuple[Kernel, Normalizer, Merged, Sizes, Plan]:
+    kernel = Exp() if kernel is None else kernel
+    normalizer = Sum() if normalizer is None else normalizer
+    merged = merge(Full() if structure is None else structure)
+    sizes = _sizes(query, key, value, state, merged)
+    if scale is not None and not (isinstance(scale, int | float) and abs(scale) < float("inf")):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
+    state_path = None if state is None else "features" if isinstance(state, FeatureState) else "pairs"
+    stateful = state is not None or return_state
+    return kernel, normalizer, merged, sizes, choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path)
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merged: Merged) -> Sizes:
+    for name, x, letters in (("query", query, "B, Hq, Lq, D"), ("key", key, "B, Hk, Lk, D"), ("value", value, "B, Hk, Lk, Dv")):
+        if x.dim() != 4:
+            raise InvalidArgument(f"{name} must be [{letters}], four dimensions, not {list(x.shape)}.")
+        if x.dtype not in _DTYPES:
+            raise InvalidArgument(f"{name} must be float64, float32, bfloat16 or float16, not {x.dtype}.")
+        if x.dtype != query.dtype or x.device != query.device:
+            raise InvalidArgument(f"{name} is {x.dtype} on {x.device}, but query is {query.dtype} on {query.device}; they must agree.")
+    batch, query_heads, query_length, dim = query.shape
+    _, key_heads, key_length, value_dim = value.shape
+    if key.shape != (batch, key_heads, key_length, dim) or value.shape[0] != batch:
+        raise InvalidArgument(
+            f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} do not fit: expected "
+            "[B, Hq, Lq, D], [B, Hk, Lk, D] and [B, Hk, Lk, Dv]."
+        )
+    if not key_heads or query_heads % key_heads:
+        raise InvalidArgument(f"{query_heads} query heads cannot share {key_heads} key heads: Hk must divide Hq.")
+    if dim == 0:
+        raise InvalidArgument("query and key need a head dimension of 1 or more, not 0.")
+    past_length = state.keys.shape[2] if isinstance(state, CacheState) else 0
+    entries = batch * (merged.documents.offsets.numel() - 1) if merged.documents is not None else batch
+    if state is not None and state.batch != entries:
+        raise InvalidArgument(f"The state has {state.batch} batch entries, but this call has {entries}.")
+    if merged.alibi is not None and merged.alibi.slopes.shape != (query_heads,):
+        raise InvalidArgument(f"Alibi: slopes must be [{query_heads}], one per query head, not {list(merged.alibi.slopes.shape)}.")
+    accumulator = 8 if query.dtype == torch.float64 else 4
+    return Sizes(
+        batch, query_heads, key_heads, query_length, key_length, dim, value_dim, past_length, accumulator, query.element_size()
+    )
