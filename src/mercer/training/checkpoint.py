@@ -10,8 +10,8 @@ RUN/checkpoints/step-00000200/
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
@@ -86,11 +86,19 @@ def save(
         write_json(folder / "config.json", config)
         vocabulary.save(folder)
         write_json(folder / "trainer.json", trainer)
-    there = folders(run)
-    for folder in there[:-keep]:
-        if folder != best(there):
-            shutil.rmtree(folder)
+    _prune(run, keep)
     return target
+
+
+def _prune(run: Path, keep: int) -> None:
+    """Delete all but the last ``keep`` checkpoints and the best, and what a kill has left of earlier deletions."""
+    there = folders(run)
+    spared = {*there[-keep:], best(there)}
+    for folder in there:
+        if folder not in spared:  # under another name first, so that no half-deleted folder looks like a checkpoint
+            folder.rename(folder.with_name(folder.name + TEMPORARY))
+    for folder in (run / "checkpoints").glob("*" + TEMPORARY):
+        rmtree(folder)
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
