@@ -1,0 +1,43 @@
+"""Reading and writing records: JSON beside its schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from mercer.errors import InvalidArgument
+from mercer.runtime.files import write_file
+from mercer.studies.records.cost import CostRecord
+from mercer.studies.records.orders import OrdersRecord
+from mercer.studies.records.recall import RecallRecord
+
+StudyRecord = Annotated[OrdersRecord | RecallRecord | CostRecord, Field(discriminator="study")]
+_adapter: TypeAdapter[OrdersRecord | RecallRecord | CostRecord] = TypeAdapter(StudyRecord)
+
+
+def write_record(record: OrdersRecord | RecallRecord | CostRecord, folder: Path) -> Path:
+    """Write ``<study>.json`` and ``<study>.schema.json`` into ``folder``; return the path of the first."""
+    path = folder / f"{record.study}.json"
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **type(record).model_json_schema()}
+    write_file(path.with_suffix(".schema.json"), json.dumps(schema, indent=2) + "\n")
+    write_file(path, record.model_dump_json(indent=1) + "\n")
+    return path
+
+
+def read_record(path: Path) -> OrdersRecord | RecallRecord | CostRecord:
+    """Read a study's JSON. Raises :class:`InvalidArgument` for anything else, naming the first thing wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{path} cannot be read: {error}.") from error
+    try:
+        return _adapter.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the top level"
+        raise InvalidArgument(
+            f"{path} is not the record of a mercer study: {first['msg']} (at {where}; {error.error_count()} in all)."
+        ) from error

@@ -1,0 +1,76 @@
+"""One colour, dash and symbol for each attention, the same in every figure and table of every page.
+
+Every colour has a contrast of at least 3:1 against both the light and the dark background, and no meaning rests on
+colour alone: normalisers differ by dash, even and odd orders by symbol, and every legend entry is a name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+LIGHT_BACKGROUND, DARK_BACKGROUND = "#ffffff", "#14171c"
+
+_SOFTMAX, _OTHER = "#7a8494", "#8f7a2f"
+_KERNELS = {"exp": "#0f9488", "elu": "#b4690e", "relu": "#4f8f2f", "cosine": "#3f78c9"}
+_ORDERS = ("#b4690e", "#d25f2c", "#cc4a74", "#b04fae", "#8a5fd3", "#5f76d8", "#2f86b8")
+_DASHES = {"sum": "dash", "l2": "solid", "rms": "dot", "identity": "longdash"}
+
+
+class Mark(NamedTuple):
+    """How an attention is drawn."""
+
+    colour: str
+    dash: str
+    symbol: str
+    width: float
+
+
+def _parts(name: str) -> tuple[str, str, str, str, str]:
+    """Kernel, number, ``"-signed"`` or nothing, normaliser and what follows a plus sign."""
+    base, _, extra = name.partition("+")
+    base = {"softmax": "exp-sum", "linear": "elu-sum"}.get(base, base)
+    found = re.fullmatch(r"([a-z]+)(\d*)(-signed)?-([a-z0-9]+)", base)
+    kernel, number, signed, normalizer = found.groups() if found else (base, "", None, "")
+    return kernel, number, signed or "", normalizer, extra
+
+
+def mark(name: str) -> Mark:
+    """The mark of an attention's name, such as ``"taylor4-l2"`` or ``"exp-l2+gain"``."""
+    kernel, number, _, normalizer, extra = _parts(name)
+    if (kernel, normalizer) == ("exp", "sum"):
+        return Mark(_SOFTMAX, "solid", "square", 3.0)
+    dash = "dashdot" if extra else _DASHES.get(normalizer, "solid")
+    if number:
+        order = int(number)
+        return Mark(_ORDERS[min(order, len(_ORDERS) - 1)], dash, "diamond-open" if order % 2 else "circle", 2.0)
+    return Mark(_KERNELS.get(kernel, _OTHER), dash, "triangle-up", 2.0)
+
+
+def label(name: str) -> str:
+    """An attention's name in words: ``"taylor4-l2"`` becomes ``"Taylor 4 · L2"``."""
+    kernel, number, signed, normalizer, extra = _parts(name)
+    if (kernel, normalizer) == ("exp", "sum"):
+        text = "softmax"
+    else:
+        word = kernel if kernel in ("elu", "relu") else kernel.capitalize()
+        ending = {"l2": "L2", "rms": "RMS", "identity": "no normaliser"}.get(normalizer, normalizer)
+        text = f"{word} {number}".rstrip() + (" signed" if signed else "") + (f" · {ending}" if ending else "")
+    return f"{text} + {extra}" if extra else text
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast ratio of two ``#rrggbb`` colours by WCAG 2: 1 (equal) to 21 (black on white)."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    darker, lighter = sorted((luminance(first), luminance(second)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def all_colours() -> tuple[str, ...]:
+    """Every colour a mark can have."""
+    return (_SOFTMAX, _OTHER, *_KERNELS.values(), *_ORDERS)

@@ -1,0 +1,257 @@
+"""Records with made-up numbers, only to test how records are written and rendered."""
+
+from __future__ import annotations
+
+import math
+
+from mercer.studies.records import Corpus, CostRecord, Finding, OrdersRecord, Provenance, RecallRecord
+from mercer.studies.records.cost import CostPoint, CostShape, Crossing, MachineRates
+from mercer.studies.records.orders import Arm, ArmSummary, OrdersTrial, Point
+from mercer.studies.records.recall import Capacity, RecallSummary, RecallTask, RecallTrial
+from mercer.studies.statistics import mean_interval, paired_interval
+
+FINAL = {
+    "softmax": 1.87,
+    "exp-l2": 2.09,
+    "exp-l2+gain": 2.0,
+    "exp-rms": 2.15,
+    "elu-sum": 2.36,
+    "taylor1-l2": 2.33,
+    "taylor2-l2": 2.28,
+    "taylor3-l2": 2.16,
+    "taylor4-l2": 2.17,
+    "taylor2-sum": 2.13,
+    "taylor4-sum": 2.01,
+}
+
+
+def provenance(study: str, seeds: list[int]) -> Provenance:
+    return Provenance(
+        command=f"mercer study {study} --budget quick --out runs/{study}",
+        mercer_version="0.1.0",
+        budget="quick",
+        seeds=seeds,
+        device="cpu",
+        started="2026-01-02T03:04:05+00:00",
+        updated="2026-01-02T03:13:05+00:00",
+        seconds=540.0,
+        peak_memory_bytes=2**30,
+        environment={"python": "3.11.7", "torch": "2.13.0", "cpu": {"model": "An <example> & more", "threads": 2}},
+    )
+
+
+def _arm(name: str) -> Arm:
+    base, _, gain = name.partition("+")
+    kernel = "exp" if base == "softmax" else base.split("-")[0]
+    order = int(kernel[6:]) if kernel.startswith("taylor") else None
+    family = "softmax" if base == "softmax" else "taylor" if order else "linear" if kernel == "elu" else "exp"
+    normalizer = "sum" if base == "softmax" else base.split("-")[1]
+    return Arm(
+        name=name, attention=base, family=family, normalizer=normalizer, order=order, gain_init=0.1 if gain else None
+    )
+
+
+def orders(seeds: int = 1, finished: bool = True) -> OrdersRecord:
+    trials = []
+    for place, (name, loss) in enumerate(FINAL.items()):
+        for seed in range(seeds):
+            final = loss + 0.01 * seed * (-1) ** place
+            curve = [Point(step=s, loss=final + (5.6 - final) * math.exp(-s / 60)) for s in range(0, 301, 30)]
+            blocks = [final + 0.2 * math.sin(b) + 0.01 * math.cos(b * (place + 1)) for b in range(32)]
+            trials.append(
+                OrdersTrial(
+                    arm=name,
+                    seed=seed,
+                    parameters=820_000,
+                    steps=300,
+                    train_curve=curve,
+                    heldout_curve=curve,
+                    heldout_blocks=blocks,
+                    loss=final,
+                    bits_per_byte=final / math.log(2),
+                    tokens_per_second=10_000 - 500 * place,
+                    seconds=40,
+                )
+            )
+    by_arm = {name: [t for t in trials if t.arm == name] for name in FINAL}
+
+    def samples(name: str) -> list[float]:
+        return [t.loss or 0.0 for t in by_arm[name]] if seeds > 1 else by_arm[name][0].heldout_blocks
+
+    over = "seeds" if seeds > 1 else "blocks"
+    summaries = [
+        ArmSummary(
+            arm=name,
+            loss=mean_interval(samples(name), over),
+            bits_per_byte=FINAL[name] / math.log(2),
+            gap=None if name == "softmax" else paired_interval(samples(name), samples("softmax"), over),
+            tokens_per_second=by_arm[name][0].tokens_per_second,
+        )
+        for name in FINAL
+    ]
+    return OrdersRecord(
+        finished=finished,
+        provenance=provenance("orders", list(range(seeds))),
+        corpus=Corpus(
+            name="Python 3.11.7 standard library",
+            sha256="ab" * 32,
+            train_files=900,
+            heldout_files=45,
+            train_tokens=11_000_000,
+            heldout_tokens=600_000,
+        ),
+        model={"dim": 128, "layers": 4, "heads": 8},
+        training={"steps": 300, "batch_size": 16, "length": 256, "learning_rate": 0.003},
+        calibration=dict.fromkeys(FINAL, 0.2),
+        equivalence_margin=0.02,
+        arms=[_arm(name) for name in FINAL],
+        trials=trials,
+        summaries=summaries,
+        findings=[
+            Finding(
+                question="Does the L2 norm train as well as the sum?",
+                verdict="refuted",
+                text="Exp with L2 ends 0.220 ± 0.004 nats above softmax, more than the margin of 0.02.",
+            ),
+            Finding(
+                question="Do higher orders come closer to the exponential?",
+                verdict="supported",
+                text="From order 1 to order 4 the loss falls by 0.160 ± 0.005 nats.",
+            ),
+            Finding(
+                question="Is order 4 as good as exp?", verdict="undecided", text="The interval holds both answers."
+            ),
+        ],
+    )
+
+
+def recall(finished: bool = True) -> RecallRecord:
+    pairs = [4, 8, 16, 32, 64]
+    room = {"softmax": 1e9, "taylor2-l2": 40.0, "taylor2-sum": 30.0, "elu-sum": 9.0, "taylor1-l2": 12.0}
+    features = {"softmax": None, "taylor2-l2": 153, "taylor2-sum": 153, "elu-sum": 16, "taylor1-l2": 17}
+    trials, summaries = [], []
+    for name, half in room.items():
+        for n in pairs:
+            accuracy = 1 / (1 + (n / half) ** 3)
+            trials += [
+                RecallTrial(
+                    attention=name,
+                    dim=64,
+                    pairs=n,
+                    learning_rate=rate,
+                    seed=0,
+                    accuracy=accuracy * share,
+                    loss=1.0,
+                    steps=400,
+                    seconds=9,
+                )
+                for rate, share in ((1e-3, 0.9), (3e-3, 1.0))
+            ]
+            state = 2 * 2 * 64 * 4 * 4 * n if name == "softmax" else 2 * 4 * (features[name] or 0) * 17 * 4
+            summaries.append(
+                RecallSummary(
+                    attention=name,
+                    dim=64,
+                    pairs=n,
+                    accuracy=mean_interval([accuracy]),
+                    learning_rate=3e-3,
+                    state_bytes=state,
+                    predicted=1 / (1 + (n / half / 0.7) ** 2),
+                )
+            )
+    return RecallRecord(
+        finished=finished,
+        provenance=provenance("recall", [0]),
+        task=RecallTask(vocabulary=256, pairs=pairs, length_per_pair=8, power=0.01, heldout_sequences=128),
+        model={"dim": 64, "layers": 2, "heads": 4},
+        training={"steps": 400, "batch_size": 64, "learning_rates": [1e-3, 3e-3]},
+        trials=trials,
+        summaries=summaries,
+        capacities=[
+            Capacity(
+                attention=n,
+                dim=64,
+                feature_dim=features[n],
+                predicted=None if h > 64 else h * 0.7,
+                found=None if h > 64 else h,
+                largest_tried=64,
+                smallest_tried=4,
+            )
+            for n, h in room.items()
+        ],
+        findings=[Finding(question="Does recall follow the size of the state?", verdict="supported", text="It does.")],
+    )
+
+
+def cost(finished: bool = True) -> CostRecord:
+    lengths = [256, 1024, 4096, 16384]
+    ways = [
+        ("softmax", "dense", "pairs"),
+        ("softmax", "chunked", "pairs"),
+        ("elu-sum", "chunked", "features"),
+        ("taylor2-l2", "chunked", "features"),
+        ("taylor2-l2", "recurrent", "features"),
+    ]
+    points = []
+    for phase in ("prefill", "decode"):
+        for attention, form, path in ways:
+            for n in lengths:
+                seconds = (1e-9 * n if path == "pairs" else 4e-6) * (2 if form == "recurrent" else 1)
+                points.append(
+                    CostPoint(
+                        attention=attention,
+                        form=form,
+                        path=path,
+                        phase=phase,
+                        length=n,
+                        seconds_per_token=seconds,
+                        low=0.9 * seconds,
+                        high=1.2 * seconds,
+                        state_bytes=n * 4096 if path == "pairs" else 90_000,
+                        planned_flops=1e6 * n,
+                        planned_bytes=1e5 * n,
+                        planned_state_bytes=n * 4096 if path == "pairs" else 90_000,
+                        planned_seconds_per_token=0.8 * seconds,
+                    )
+                )
+    points.append(
+        CostPoint(
+            attention="softmax",
+            form="dense",
+            path="pairs",
+            phase="prefill",
+            length=65536,
+            status="skipped",
+            reason="scores of 17 GB",
+        )
+    )
+    return CostRecord(
+        finished=finished,
+        provenance=provenance("cost", [0]),
+        shape=CostShape(
+            batch=1, heads=8, kv_heads=8, head_dim=16, dtype="float32", lengths=lengths, repeats=5, decode_steps=32
+        ),
+        rates=MachineRates(flops_per_second=1.5e11, bytes_per_second=4e10),
+        points=points,
+        crossings=[
+            Crossing(
+                quantity="time",
+                phase="prefill",
+                incumbent="softmax, dense pairs",
+                challenger="Taylor 2 · L2, chunked features",
+                measured=4000.0,
+                planned=3500.0,
+            ),
+            Crossing(
+                quantity="state",
+                phase="decode",
+                incumbent="softmax, cache",
+                challenger="Taylor 2 · L2, features",
+                measured=None,
+                planned=22.0,
+            ),
+        ],
+        findings=[
+            Finding(question="Does the plan rank the forms as the clock does?", verdict="undecided", text="In 5 of 6.")
+        ],
+    )

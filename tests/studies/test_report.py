@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.studies import examples
+
+from mercer.studies.records import CostRecord, OrdersRecord, RecallRecord, write_record
+from mercer.studies.records.common import Finding
+from mercer.studies.report import numbers, render, write_page
+from mercer.studies.report.marks import DARK_BACKGROUND, LIGHT_BACKGROUND, all_colours, contrast, label, mark
+
+Any_ = OrdersRecord | RecallRecord | CostRecord
+RECORDS = [examples.orders(), examples.orders(seeds=3), examples.recall(), examples.cost()]
+
+
+def words(page: str) -> str:
+    """The page without scripts, styles and tags."""
+    page = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page)))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.study)
+def test_the_page_is_one_file_that_the_network_cannot_reach(record: Any_) -> None:
+    page = render(record)
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy
+    assert policy[1].startswith("default-src 'none'")
+    assert "http" not in policy[1]
+    assert not re.findall(r"<(?:link|img|iframe|script|object|embed)\b[^>]*\b(?:src|href|data)=", page)
+    assert "@import" not in page
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "prefers-color-scheme: dark" in page
+    assert page.count("<!doctype html>") == 1
+    assert len(page) < 6_000_000
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.study)
+def test_the_page_says_findings_command_and_environment(record: Any_) -> None:
+    text = words(render(record))
+    for finding in record.findings:
+        assert finding.question in text
+        assert finding.text in text
+        assert finding.verdict in text
+    assert record.provenance.command in text
+    assert "An <example> & more" in text  # escaped on the way in, itself on the way out
+    assert "2.13.0" in text
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.study)
+def test_every_figure_has_words_and_every_plot_its_place(record: Any_) -> None:
+    page = render(record)
+    plots = json.loads(re.search(r'<script type="application/json" id="plots">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    places = re.findall(r'id="plot-([^"]+)" role="img" aria-label="([^"]+)"', page)
+    assert [name for name, _ in places] == list(plots)
+    assert len(places) >= 3
+    assert all(len(alt) > 60 for _, alt in places)
+    assert all(plot["data"] for plot in plots.values())
+    assert page.count("<figcaption>") == len(places)
+
+
+def test_the_table_of_orders_holds_the_numbers() -> None:
+    record = examples.orders(seeds=3)
+    text = words(render(record))
+    for summary in record.summaries:
+        assert f"{label(summary.arm)} " in text
+        assert numbers.interval(summary.loss) in text
+    assert "1 (odd)" in text
+    assert "2 (even)" in text
+    assert record.corpus.sha256 in text
+
+
+def test_text_from_the_record_cannot_become_markup() -> None:
+    evil = "</script><script>alert(1)</script><b>"
+    everywhere = examples.orders().model_dump_json().replace('"taylor2-sum"', json.dumps(evil))
+    record = OrdersRecord.model_validate_json(everywhere)
+    finding = Finding(question=evil, verdict="undecided", text=evil)
+    corpus = record.corpus.model_copy(update={"name": evil})
+    page = render(record.model_copy(update={"findings": [finding], "corpus": corpus}))
+    assert page.count("alert(1)") > 5
+    assert "<script>alert" not in page
+
+
+def test_an_unfinished_study_says_so() -> None:
+    assert "Unfinished." in words(render(examples.orders(finished=False)))
+    assert "Unfinished." not in words(render(examples.orders()))
+    empty = examples.orders(finished=False).model_copy(update={"trials": [], "summaries": [], "findings": []})
+    assert "Unfinished." in words(render(empty))
+
+
+def test_rendering_again_needs_the_json_alone(tmp_path: Path) -> None:
+    path = write_record(examples.orders(), tmp_path / "here")
+    page = write_page(path)
+    assert page == tmp_path / "here" / "orders.html"
+    path.with_suffix(".schema.json").unlink()
+    elsewhere = write_page(path, tmp_path / "there" / "page.html")
+    assert elsewhere.read_bytes() == page.read_bytes()
+
+
+def test_colours_can_be_seen_on_both_backgrounds() -> None:
+    for colour, background in itertools.product(all_colours(), (LIGHT_BACKGROUND, DARK_BACKGROUND)):
+        assert contrast(colour, background) >= 3, (colour, background)
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+def test_marks_tell_parity_and_normaliser_apart() -> None:
+    assert mark("taylor3-l2").symbol == "diamond-open"
+    assert mark("taylor4-l2").symbol == "circle"
+    assert mark("taylor4-l2").dash != mark("taylor4-sum").dash
+    assert mark("softmax") == mark("exp-sum")
+    assert mark("exp-l2").dash != mark("exp-l2+gain").dash
+    expected = {
+        "taylor4-l2": "Taylor 4 · L2",
+        "taylor3-signed-sum": "Taylor 3 signed · sum",
+        "exp-l2+gain": "Exp · L2 + gain",
+        "elu-sum": "elu · sum",
+        "linear": "elu · sum",
+        "exp-sum": "softmax",
+        "power2-identity": "Power 2 · no normaliser",
+    }
+    assert {name: label(name) for name in expected} == expected
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert numbers.decimal(-0.5, 2) == "\u22120.50"
+    assert numbers.decimal(None) == "–"
+    assert [numbers.short(x) for x in (0.5, 999.0, 999.9, 1234567.0)] == ["0.5", "999", "1k", "1.23M"]
+    assert numbers.short(1.5e11, "FLOP/s") == "150 GFLOP/s"
+    assert [numbers.size(x) for x in (0, 1023, 1024, 3 * 2**20)] == ["0 B", "1023 B", "1 KiB", "3 MiB"]
+    assert [numbers.duration(x) for x in (2e-9, 4.1e-6, 0.5, 61, 7500)] == [
+        "2 ns",
+        "4.1 µs",
+        "500 ms",
+        "1 min 1 s",
+        "2 h 5 min",
+    ]
+    assert numbers.day("2026-01-02T03:04:05+00:00") == "2 January 2026, 03:04 UTC"
