@@ -1,0 +1,111 @@
+"""What a decoder language model is, as data: validated, frozen, written beside the weights as JSON."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from mercer.errors import InvalidArgument
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+def _as_pattern(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class ModelConfig(BaseModel):
+    """The shape and the parts of a `DecoderLM`.
+
+    Raises InvalidArgument, in one sentence that names the fields, for unknown keys and values that do not fit.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: Positive
+    """Number of token ids."""
+    dim: Positive = 128
+    """Channels of the residual stream."""
+    layers: Positive = 4
+    heads: Positive = 8
+    """Query heads of each attention."""
+    kv_heads: Positive | None = None
+    """Key and value heads, a divisor of `heads`; None: as many as `heads`."""
+    head_dim: Positive | None = None
+    """Channels of a head; None: dim / heads."""
+    attention: Annotated[str | tuple[str, ...], BeforeValidator(_as_pattern)] = "softmax"
+    """Kernel and normaliser by name ("softmax", "exp-l2", "taylor4-l2", "elu-sum", ...), or a pattern of names that is
+    repeated over the layers: ["elu-sum", "elu-sum", "elu-sum", "softmax"] makes every fourth layer softmax."""
+    gain: Literal["none", "head", "channel"] = "none"
+    """Learned gain on the output of the layers whose normaliser is L2 or RMS; at least one layer must be."""
+    gain_init: float | None = None
+    """Where the gains start; None: 1, which changes nothing at first. Only with a gain."""
+    attention_scale: float | None = None
+    """Factor of q.k; None: the kernel's own (1/sqrt(head_dim) for the exponential and its Taylor series)."""
+    position: Literal["rotary", "sinusoidal", "learned", "alibi", "none"] = "rotary"
+    rope_base: Annotated[float, Field(gt=0)] = 10000.0
+    window: Positive | None = None
+    """A token sees this many tokens, itself included; None: all before it."""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: Annotated[float, Field(ge=0)] = 1e-6
+    norm_position: Literal["pre", "post"] = "pre"
+    feedforward: Literal["swiglu", "gelu", "gelu_tanh", "relu"] = "swiglu"
+    hidden: Positive | None = None
+    """Channels inside the feed-forward; None: 4 dim, and for swiglu 8/3 dim rounded up to a multiple of 32."""
+    bias: bool = False
+    """Biases in all linear layers of the blocks and in layer norms."""
+    max_length: Positive = 1024
+    """Longest sequence the model is meant for; the size of the table of learned positions."""
+    tie_embeddings: bool = True
+    """Read tokens and score them with one matrix."""
+    init_std: Annotated[float, Field(ge=0)] = 0.02
+    """Standard deviation of the initial weights; the two outputs of a block into the residual stream get
+    init_std / sqrt(2 layers)."""
+    seed: int = 0
+    """Fixes every initial weight, by its own name: models that differ in their attention start with equal weights."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            faults = (
+                f"{'.'.join(map(str, e['loc'])) or 'its fields'}: {e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors()
+            )
+            raise InvalidArgument(f"model configuration: {'; '.join(faults)}") from error
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        from mercer.core.names import parse_attention  # keeps `import mercer.models.config` free of torch
+        from mercer.core.normalizers import L2, RMS
+
+        if self.head_dim is None and self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of {self.heads} heads; set head_dim")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
+        if self.position == "rotary" and self.head_size % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
+        if self.position == "sinusoidal" and self.dim % 2:
+            raise ValueError(f"sinusoidal positions need an even dim, not {self.dim}")
+        if not self.pattern:
+            raise ValueError("attention needs at least one name")
+        normalizers = [parse_attention(name)[1] for name in self.attentions]
+        if self.gain != "none" and not any(isinstance(n, L2 | RMS) for n in normalizers):
+            raise ValueError(f'gain "{self.gain}" needs a layer whose normaliser is L2 or RMS, such as "exp-l2"')
+        if self.gain == "none" and self.gain_init is not None:
+            raise ValueError('gain_init needs gain "head" or "channel"')
+        return self
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """The names of the attentions before they are repeated over the layers."""
+        return (self.attention,) if isinstance(self.attention, str) else self.attention
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """The name of the attention of each layer."""
+        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.layers))

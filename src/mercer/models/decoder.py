@@ -1,0 +1,188 @@
+"""The decoder language model: token embedding, blocks, final norm, scores over the vocabulary."""
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from mercer.core.names import parse_attention
+from mercer.core.state import State
+from mercer.core.structures import Causal, Window
+from mercer.errors import InvalidArgument
+from mercer.models.config import ModelConfig
+from mercer.models.initial import initialise
+from mercer.nn.attention import Attention, takes_gain
+from mercer.nn.block import Block
+from mercer.nn.feedforward import FeedForward
+from mercer.nn.loss import default_block, linear_cross_entropy
+from mercer.nn.norms import LayerNorm, RMSNorm
+from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
+from mercer.nn.rotary import Rotary
+
+
+class DecoderLM(nn.Module):
+    """A causal language model that a `ModelConfig` describes.
+
+    x_0 = embed(tokens) [+ positions];  x_l = block_l(x_{l-1});  logits = norm(x_L) W^T, W the embedding if tied.
+
+    With sinusoidal positions the embedding is multiplied by sqrt(dim), as the original transformer does, so that
+    sinusoids of size 1 do not drown it. Post-norm models end in their last block's norm and have no final one.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):  # torch's default draws are replaced below; leave the caller's stream
+            self.embedding = nn.Embedding(config.vocab_size, config.dim)
+            self.positions: LearnedPositions | Sinusoidal | None = None
+            if config.position == "learned":
+                self.positions = LearnedPositions(config.max_length, config.dim)
+            elif config.position == "sinusoidal":
+                self.positions = Sinusoidal(config.dim)
+            rotary = Rotary(config.head_size, base=config.rope_base) if config.position == "rotary" else None
+            self.blocks = nn.ModuleList(_block(config, name, rotary) for name in config.attentions)
+            self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
+            tied = config.tie_embeddings
+            self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        initialise(self, std=config.init_std, seed=config.seed, residual_outputs=2 * config.layers)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab_size, dim]: the matrix that scores tokens."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers in all parameters, shared ones once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @overload
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        padding: Tensor | None = None,
+        states: Sequence[State] | None = None,
+        return_states: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        padding: Tensor | None = None,
+        states: Sequence[State] | None = None,
+        return_states: Literal[True],
+    ) -> tuple[Tensor, list[State]]: ...
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        padding: Tensor | None = None,
+        states: Sequence[State] | None = None,
+        return_states: bool = False,
+    ) -> Tensor | tuple[Tensor, list[State]]:
+        """The last hidden states [B, T, dim], ready for the head; arguments as in `forward`."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise InvalidArgument(f"tokens must be integers [B, T], got {tokens.dtype} of shape {list(tokens.shape)}")
+        if states is not None and len(states) != len(self.blocks):
+            raise InvalidArgument(
+                f"the model has {len(self.blocks)} layers and needs a state for each, got {len(states)}"
+            )
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            offset = None if states is None else states[0].length
+            where = token_positions(*tokens.shape, padding=padding, offset=offset, device=tokens.device)
+            if isinstance(self.positions, Sinusoidal):
+                x = x * self.config.dim**0.5
+            x = x + self.positions(where).to(x.dtype)
+        after: list[State] = []
+        for i, block in enumerate(self.blocks):
+            state = None if states is None else states[i]
+            if return_states:
+                x, state = block(x, padding=padding, state=state, return_state=True)
+                after.append(state)
+            else:
+                x = block(x, padding=padding, state=state)
+        x = self.norm(x)
+        return (x, after) if return_states else x
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        padding: Tensor | None = None,
+        states: Sequence[State] | None = None,
+        return_states: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        padding: Tensor | None = None,
+        states: Sequence[State] | None = None,
+        return_states: Literal[True],
+    ) -> tuple[Tensor, list[State]]: ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        padding: Tensor | None = None,
+        states: Sequence[State] | None = None,
+        return_states: bool = False,
+    ) -> Tensor | tuple[Tensor, list[State]]:
+        """Logits [B, T, vocab_size] for the token after each, and the states, one a layer, if return_states.
+
+        tokens: integers [B, T]. padding: bool [B, T], True for real tokens, in any place; what stands at masked places
+        changes nothing, and logits there mean nothing. states: what a former call returned; tokens continue it.
+        """
+        result = self.hidden(tokens, padding=padding, states=states, return_states=return_states)
+        x, after = result if isinstance(result, tuple) else (result, None)
+        logits = nn.functional.linear(x, self.head_weight)
+        return logits if after is None else (logits, after)
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, *, padding: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        """Cross entropy in nats a target ("mean") or in all ("sum"); targets [B, T] of -100 do not count.
+
+        The logits and probabilities held at once are never more numbers than the model has parameters.
+        """
+        weight = self.head_weight
+        block = min(default_block(*weight.shape), max(self.parameter_count // (2 * weight.shape[0]), 1))
+        hidden = self.hidden(tokens, padding=padding)
+        return linear_cross_entropy(hidden, weight, targets, block=block, reduction=reduction)
+
+
+def _block(config: ModelConfig, name: str, rotary: Rotary | None) -> Block:
+    kernel, normalizer = parse_attention(name)
+    attention = Attention(
+        config.dim,
+        config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        kernel=kernel,
+        normalizer=normalizer,
+        structure=Causal() if config.window is None else Causal() & Window.last(config.window),
+        scale=config.attention_scale,
+        rotary=rotary,
+        alibi=config.position == "alibi",
+        gain=config.gain if takes_gain(normalizer) else "none",
+        gain_init=1.0 if config.gain_init is None else config.gain_init,
+        bias=config.bias,
+    )
+    feedforward = FeedForward(config.dim, config.hidden, kind=config.feedforward, bias=config.bias)
+    return Block(attention, feedforward, _norm(config), _norm(config), norm_position=config.norm_position)
+
+
+def _norm(config: ModelConfig) -> LayerNorm | RMSNorm:
+    if config.norm == "rms":
+        return RMSNorm(config.dim, eps=config.norm_eps)
+    return LayerNorm(config.dim, eps=config.norm_eps, bias=config.bias)

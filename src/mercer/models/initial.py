@@ -1,0 +1,32 @@
+"""Initial weights that depend on the seed and a parameter's own name, and on nothing else."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from mercer.nn.positions import LearnedPositions
+
+
+def draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
+    """N(0, std^2) in float32 from a generator of its own, seeded by SHA-256 of the seed and the name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(shape, generator=generator) * std
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, *, std: float, seed: int, residual_outputs: int) -> None:
+    """Draw every matrix of linear layers, embeddings and learned positions; biases become 0, norms and gains stay.
+
+    Linear layers named "output" write into the residual stream and get std / sqrt(residual_outputs) (GPT-2's rule), so
+    that the stream's variance does not grow with depth.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear | nn.Embedding | LearnedPositions):
+            continue
+        narrow = path.rpartition(".")[2] == "output"
+        name = f"{path}.weight"
+        module.weight.copy_(draw(module.weight.shape, std / residual_outputs**0.5 if narrow else std, seed, name))
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.zero_()

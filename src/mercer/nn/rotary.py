@@ -1,0 +1,149 @@
+"""Rotary positions: pairs of channels turned by an angle that grows with the position (Su et al. 2021)."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mercer.errors import InvalidArgument
+from mercer.nn.positions import angle_dtype
+
+RUN = 128
+"""Channels turned by one inner loop: rows shorter than this spend their time in loop overhead."""
+
+
+class Turns(NamedTuple):
+    """What turning by given positions multiplies with; each tensor [B or 1, L, W], W channels of one or more heads.
+
+    y[j] = x[j] cos[j] + x[j + step] ahead[j] + x[j - step] behind[j]
+
+    where `ahead` is -sin at the first channel of each pair and 0 at the second, and `behind` is 0 and sin. All three
+    terms are long shifted products, so no channel is gathered; a shift that leaves its head meets a factor of 0.
+    """
+
+    cos: Tensor
+    ahead: Tensor
+    behind: Tensor
+    step: int
+
+
+class Rotary(nn.Module):
+    """Rotates queries and keys so that their product depends on the distance of their positions only.
+
+    With w_i = base^(-2i/dim), i = 0..dim/2-1, pair i of the channels of a token at position p is turned by p w_i:
+
+        (a, b) -> (a cos(p w_i) - b sin(p w_i),  b cos(p w_i) + a sin(p w_i))
+
+    pairing="half" (default) pairs channels (i, i + dim/2), as checkpoints of the Hugging Face hub do;
+    pairing="interleaved" pairs channels (2i, 2i + 1), as Meta's and GGUF's do. The two differ by a permutation of the
+    channels of queries and keys (never of the values). Angles are computed in float64 where the device has it, and the
+    rotation in float32 at least. The factors of positions 0..n-1 are kept once n is known.
+    """
+
+    def __init__(self, dim: int, *, base: float = 10000.0, pairing: str = "half") -> None:
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise InvalidArgument(f"rotary positions need an even head dimension of at least 2, got {dim}")
+        if base <= 0:
+            raise InvalidArgument(f"the base of rotary positions must be positive, got {base}")
+        if pairing not in ("half", "interleaved"):
+            raise InvalidArgument(f'the pairing of rotary positions must be "half" or "interleaved", got {pairing!r}')
+        self.dim, self.base, self.pairing = dim, base, pairing
+        self._kept: tuple[object, Turns] | None = None
+
+    def turns(self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> Turns:
+        """The factors for int positions [B or 1, L], repeated for `heads` heads side by side."""
+        wide = angle_dtype(positions.device)
+        exponent = torch.arange(0, self.dim, 2, device=positions.device, dtype=wide) / self.dim
+        angles = positions[..., None].to(wide) * self.base**-exponent
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        zero = torch.zeros_like(sin)
+        if self.pairing == "half":
+            full = [torch.cat(pair, -1) for pair in ((cos, cos), (-sin, zero), (zero, sin))]
+        else:
+            full = [torch.stack(pair, -1).flatten(-2) for pair in ((cos, cos), (-sin, zero), (zero, sin))]
+        cos, ahead, behind = (t.repeat(*(1,) * (t.dim() - 1), heads) for t in full)
+        return Turns(cos, ahead, behind, self.dim // 2 if self.pairing == "half" else 1)
+
+    def first_turns(self, length: int, *, heads: int, dtype: torch.dtype, device: torch.device) -> Turns:
+        """The factors of positions 0..length-1, from a table that grows by doubling."""
+        key = (heads, dtype, device)
+        if self._kept is None or self._kept[0] != key or self._kept[1].cos.shape[1] < length:
+            size = 1 << max(length - 1, 1).bit_length()
+            self._kept = (key, self.turns(torch.arange(size, device=device)[None], heads=heads, dtype=dtype))
+        cos, ahead, behind, step = self._kept[1]
+        return Turns(cos[:, :length], ahead[:, :length], behind[:, :length], step)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [B, L, H, dim]; positions: int64 [B, L] or [1, L]. Returns x turned, in its dtype."""
+        if x.dim() != 4 or x.shape[-1] != self.dim:
+            raise InvalidArgument(f"rotary positions expect [B, L, H, {self.dim}], got a tensor of {list(x.shape)}")
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, ahead, behind, step = self.turns(positions, dtype=wide)
+        y = x.to(wide)
+        left, right = y.roll(-step, -1), y.roll(step, -1)
+        return (y * cos[:, :, None] + left * ahead[:, :, None] + right * behind[:, :, None]).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, base={self.base}, pairing={self.pairing!r}"
+
+
+def heads_per_run(dim: int, *heads: int) -> int:
+    """How many heads of `dim` channels to turn in one run: a divisor of all head counts, RUN channels at most."""
+    common = math.gcd(*heads)
+    return next(n for n in range(common, 0, -1) if common % n == 0 and (n == 1 or n * dim <= RUN))
+
+
+def split_and_turn(qkv: Tensor, heads: int, kv_heads: int, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, L, H, D] of one fused projection, queries and keys turned.
+
+    qkv: [B, L, heads + 2 kv_heads, D], in that order. turns: made for `heads_per_run(D, heads, kv_heads)` heads.
+    Equals Rotary.forward on the split parts; the backward pass writes one gradient buffer.
+    """
+    q, k, v = _SplitAndTurn.apply(qkv, heads, kv_heads, turns)
+    return q, k, v
+
+
+def _turn_into(out: Tensor, x: Tensor, turns: Turns, back: bool) -> None:
+    """Write x [B, L, H, D] turned, or turned back, into out of the same shape, in runs as wide as the table."""
+    heads, dim = x.shape[2:]
+    width = turns.cos.shape[-1]
+    if x.dtype != turns.cos.dtype:
+        wide = torch.empty(x.shape, dtype=turns.cos.dtype, device=x.device)
+        _turn_into(wide, x.to(wide.dtype), turns, back)
+        out.copy_(wide)
+        return
+    if all(t.stride(-1) == 1 and t.stride(-2) == dim for t in (x, out)):
+        x, out = (t.unflatten(2, (heads * dim // width, width // dim)).flatten(3) for t in (x, out))
+    else:
+        width = dim
+    cos, ahead, behind = (t[:, :, None, :width] for t in turns[:3])
+    step, sign = turns.step, -1 if back else 1
+    torch.mul(x, cos, out=out)
+    out[..., :-step].addcmul_(x[..., step:], ahead[..., :-step], value=sign)
+    out[..., step:].addcmul_(x[..., :-step], behind[..., step:], value=sign)
+
+
+class _SplitAndTurn(torch.autograd.Function):
+    """A rotation's inverse is its transpose, so gradients are turned back; nothing but the table is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: int, kv_heads: int, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(*turns[:3])
+        ctx.step, ctx.shape, ctx.like = turns.step, qkv.shape, (heads, kv_heads)
+        turned = torch.empty(*qkv.shape[:2], heads + kv_heads, qkv.shape[3], dtype=qkv.dtype, device=qkv.device)
+        _turn_into(turned, qkv[:, :, : heads + kv_heads], turns, back=False)
+        return turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + kv_heads :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        turns = Turns(*ctx.saved_tensors, ctx.step)
+        heads, kv_heads = ctx.like
+        out = torch.empty(ctx.shape, dtype=grad_v.dtype, device=grad_v.device)
+        _turn_into(out[:, :, :heads], grad_q, turns, back=True)
+        _turn_into(out[:, :, heads : heads + kv_heads], grad_k, turns, back=True)
+        out[:, :, heads + kv_heads :].copy_(grad_v)
+        return out, None, None, None
