@@ -2,8 +2,8 @@
 
     o_i = N( sum_j  w_ij  K(q_i, k_j)  v_j )
 
-`mercer.attention` computes it and `mercer.plan` says beforehand how. The parts are values: kernels (`Exp`, `Taylor`, ...),
-normalisers (`Sum`, `L2`, ...) and structures (`Causal`, `Window`, ..., composed with `&`).
+`mercer.attention` computes it and `mercer.plan` says beforehand how. The parts are values: kernels (`Exp`, `Taylor`,
+...), normalisers (`Sum`, `L2`, ...) and structures (`Causal`, `Window`, ..., composed with `&`).
 
 Names are imported when they are first used, so that `import mercer` is quick and does not import torch.
 """

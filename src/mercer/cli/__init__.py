@@ -1,0 +1,1 @@
+"""The command line: one file a command, each with a `register(app)` and its heavy imports inside the command."""

@@ -1,0 +1,77 @@
+"""`mercer`: the closed list of commands, and what happens when one of them fails.
+
+Exit codes: 0 done, 1 a fault of ours (with its traceback), 2 wrong use or input, 130 interrupted. Results go to
+standard output, progress and errors to standard error. MERCER_DEBUG=1 shows the traceback of wrong input too.
+"""
+
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from mercer.cli import version
+from mercer.errors import Interrupted, MercerError
+from mercer.runtime.allocator import tune
+
+COMMANDS = (version,)
+
+WRONG_USE = 2
+INTERRUPTED = 130  # what a shell reports of a process ended by the interrupt signal
+
+
+class Commands(TyperGroup):
+    """Turns the errors a user can cause into one sentence and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _say("Interrupted.")
+            raise typer.Exit(INTERRUPTED) from None
+        except Interrupted as error:
+            _say(f"Interrupted: {error}")
+            raise typer.Exit(INTERRUPTED) from None
+        except MercerError as error:
+            if os.environ.get("MERCER_DEBUG") == "1":
+                raise
+            _say(f"Error: {error}")
+            raise typer.Exit(WRONG_USE) from None
+
+
+app = typer.Typer(
+    name="mercer",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=version.print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Attention as a kernel, a normaliser and a structure: train, study and measure."""
+
+
+for command in COMMANDS:
+    command.register(app)
+
+
+def main() -> None:
+    """The console script. The allocator comes first: what is taken before it is tuned stays where it is."""
+    try:
+        tune()
+        app(prog_name="mercer")
+    except KeyboardInterrupt:
+        _say("Interrupted.")
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _say(sentence: str) -> None:
+    typer.echo(sentence, err=True)
