@@ -37,10 +37,10 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
         entries = torch.tensor([b * len(sizes) + d for b in range(batch) for d in members], device=device)
         part = replace(
             call,
-            query=_gather(call.query, index, width),
-            key=_gather(call.key, index, width),
-            value=_gather(call.value, index, width),
-            merged=_merged(call.merged, Padding(mask=real.repeat(batch, 1)), index, batch, width),
+            query=_gather(call.query, index, len(members)),
+            key=_gather(call.key, index, len(members)),
+            value=_gather(call.value, index, len(members)),
+            merged=_merged(call.merged, Padding(mask=real.repeat(batch, 1)), index, len(members)),
             state=None if call.state is None else call.state.select(entries),
         )
         rows, after = run(part)
@@ -62,18 +62,17 @@ def _by_length(sizes: list[int]) -> dict[int, list[int]]:
     return groups
 
 
-def _gather(x: Tensor, index: Tensor, width: int) -> Tensor:
-    """``[B, H, L, D] -> [B N, H, width, D]``."""
-    part = x.index_select(2, index).unflatten(2, (-1, width))
+def _gather(x: Tensor, index: Tensor, count: int) -> Tensor:
+    """``[B, H, L, *] -> [B N, H, width, *]``: ``count`` = N documents, laid side by side in ``index``."""
+    part = x.index_select(2, index).unflatten(2, (count, len(index) // count))
     return part.transpose(1, 2).flatten(0, 1)
 
 
-def _merged(merged: Merged, padding: Padding, index: Tensor, batch: int, width: int) -> Merged:
+def _merged(merged: Merged, padding: Padding, index: Tensor, count: int) -> Merged:
     structure = merged.without_documents(padding)
     if merged.decay is None or not merged.decay.per_token:
         return merge(structure)
-    logs = merged.decay.logs().index_select(2, index).unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
-    return replace(merge(structure), decay=Decay(log_rate=logs))
+    return replace(merge(structure), decay=Decay(log_rate=_gather(merged.decay.logs(), index, count)))
 
 
 def _stack(states: list[State]) -> State:

@@ -110,7 +110,7 @@ class _Sequence:
         if at.start:
             log = log - self.log[:, :, at.start - 1].reshape(-1, 1)
         inside = (log.unsqueeze(2) - log.unsqueeze(1)).clamp_(max=0).to(dtype).exp_().repeat(1, self.groups, 1)
-        since = log.to(dtype).exp_().unsqueeze(-1)
+        since = log.to(dtype).exp().unsqueeze(-1)  # not in place: in float64 the cast is the tensor itself
         until = (log[:, -1:] - log).to(dtype).exp_().unsqueeze(-1)
         return inside, since.repeat(1, self.groups, 1), until, since[:, -1:]
 
