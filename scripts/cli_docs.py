@@ -16,9 +16,9 @@ INTRODUCTION = """# The command line
 
 What `mercer --help` and the `--help` of each command print, written by `make docs`.
 
-Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 a fault of Mercer's own (with
-its traceback), 2 wrong use or input (one sentence says what), 130 interrupted. `MERCER_DEBUG=1` shows the traceback of
-wrong input as well, and `MERCER_MALLOC=0` leaves glibc's allocator as it is.
+Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 a fault of Mercer's own
+(with its traceback), 2 wrong use or input (one sentence says what), 130 interrupted. `MERCER_DEBUG=1` shows the
+traceback of wrong input as well, and `MERCER_MALLOC=0` leaves glibc's allocator as it is.
 """
 
 

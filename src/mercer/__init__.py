@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
     from mercer.core.state import CacheState, FeatureState, State
     from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
-    from mercer.errors import InvalidArgument, MercerError, NonFinite, Unsupported
+    from mercer.errors import Interrupted, InvalidArgument, MercerError, NonFinite, StorageError, Unsupported
     from mercer.memory import AssociativeMemory
     from mercer.ops import attention, plan
     from mercer.regression import KernelRegression, kernel_regression
@@ -28,7 +28,7 @@ _HOMES = {
     "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Sum"),
     "mercer.core.state": ("CacheState", "FeatureState", "State"),
     "mercer.core.structures": ("Alibi", "Causal", "Decay", "Documents", "Full", "Padding", "Structure", "Window"),
-    "mercer.errors": ("InvalidArgument", "MercerError", "NonFinite", "Unsupported"),
+    "mercer.errors": ("Interrupted", "InvalidArgument", "MercerError", "NonFinite", "StorageError", "Unsupported"),
     "mercer.memory": ("AssociativeMemory",),
     "mercer.ops": ("attention", "plan"),
     "mercer.regression": ("KernelRegression", "kernel_regression"),
@@ -50,6 +50,7 @@ __all__ = [
     "FeatureState",
     "Full",
     "Identity",
+    "Interrupted",
     "InvalidArgument",
     "Kernel",
     "KernelRegression",
@@ -60,6 +61,7 @@ __all__ = [
     "Power",
     "Relu",
     "State",
+    "StorageError",
     "Structure",
     "Sum",
     "Taylor",

@@ -35,8 +35,5 @@ def print_version(asked: bool) -> None:
 
 def _line(value: Any) -> str:
     if isinstance(value, dict):
-        return (
-            ", ".join(f"{key} {_line(item) if isinstance(item, dict) else item}" for key, item in value.items())
-            or "none"
-        )
+        return ", ".join(f"{key} {_line(item)}" for key, item in value.items()) or "none"
     return "none" if value is None else str(value)
