@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mercer.errors import InvalidArgument
 
 
 class TrainConfig(BaseModel):
@@ -25,10 +27,12 @@ class TrainConfig(BaseModel):
         seed: of the data order.
         device: "auto" (a CUDA device if there is one, else the CPU), "cpu", "cuda", "cuda:1", ...
         log_every: steps between lines of ``metrics.jsonl``.
-        eval_every: steps between evaluations on the held-out text; there is one before the first and after the last step.
+        eval_every: steps between evaluations on held-out text; there is one before the first and after the last step.
         eval_windows: at most so many windows of ``length`` held-out tokens, evenly spaced and always the same.
         checkpoint_every: steps between checkpoints; after the last step there is one. None: only that one.
         keep: checkpoints kept: the last ones and, besides, the one with the best held-out loss.
+
+    Raises InvalidArgument, in one sentence that names the fields, for unknown keys and values that do not fit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +57,16 @@ class TrainConfig(BaseModel):
     eval_windows: int = Field(default=64, ge=1)
     checkpoint_every: int | None = Field(default=100, ge=1)
     keep: int = Field(default=2, ge=1)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            faults = (
+                f"{'.'.join(map(str, e['loc'])) or 'its fields'}: {e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors()
+            )
+            raise InvalidArgument(f"training configuration: {'; '.join(faults)}") from error
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:

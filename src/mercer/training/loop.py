@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mercer.errors import Interrupted, InvalidArgument, NonFinite
+from mercer.runtime.environment import environment
 from mercer.training import checkpoint
 from mercer.training.config import TrainConfig
 from mercer.training.data import Corpus, batch, windows
@@ -20,7 +21,7 @@ from mercer.training.evaluate import evaluate
 from mercer.training.interrupt import Interrupts
 from mercer.training.metrics import Metrics, read_metrics
 from mercer.training.optim import learning_rate, make_optimizer
-from mercer.training.run import begin, environment, hold
+from mercer.training.run import begin, hold
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def fit(
         "model": description,
         "train": config.model_dump(mode="json"),
         "corpus": corpus.info,
-        "environment": environment() | {"device": str(device)},
+        "environment": environment() | {"device": _device_name(device)},
     }
     with hold(folder):
         notes = begin(folder, record, restart)
@@ -118,6 +119,10 @@ def _device(name: str) -> torch.device:
         raise InvalidArgument(
             f"device {name!r} is not usable here ({str(error).splitlines()[0]}); use 'auto' or 'cpu'"
         ) from error
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 class _Loop:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mercer.errors import InvalidArgument
 from mercer.runtime.files import read_json, storage_error, write_json
@@ -22,15 +19,8 @@ RUN_FILE = "run.json"
 _TOKEN_KEYS = ("sha256", "vocabulary", "split")
 
 
-def environment() -> dict[str, Any]:
-    """What the digits and the times of a run depend on besides its config."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "system": platform.system(),
-    }
+# What may move the last digits of a run besides its config.
+_DIGITS = ("processor", "threads", "device", "torch")
 
 
 @contextmanager
@@ -89,14 +79,19 @@ def begin(folder: Path, record: dict[str, Any], restart: bool) -> list[str]:
                     f"{folder} holds a run begun with {_difference(f'{part}.{key}', was, now)}; "
                     "give the old value, another folder, or restart"
                 )
+    was, now = _digits(old["environment"]), _digits(record["environment"])
     return [
-        f"the run was begun with {key} {old['environment'][key]}, now it is {value}: the last digits may differ"
-        for key, value in record["environment"].items()
-        if old["environment"].get(key) != value
+        f"the run was begun with {key} {was[key]}, now it is {now[key]}: the last digits may differ"
+        for key in _DIGITS
+        if was[key] != now[key]
     ]
 
 
+def _digits(environment: dict[str, Any]) -> dict[str, Any]:
+    return {key: environment["packages"]["torch"] if key == "torch" else environment[key] for key in _DIGITS}
+
+
 def _difference(key: str, was: Any, now: Any) -> str:
-    if len(f"{was!r}{now!r}") > 100:  # a list of held-out files, for example
+    if len(f"{was!r}{now!r}") > 160:  # a list of held-out files, for example
         return f"another {key}"
     return f"{key} = {was!r}, now it is {now!r}"
