@@ -1,0 +1,68 @@
+"""`mercer generate`: a trained model continues a text, printed as it is written."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mercer.errors import InvalidArgument
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(generate)
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of one checkpoint or model.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; - reads standard input.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 the model's distribution.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Choose among so many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest tokens of this joint share.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    checkpoint: Annotated[str, typer.Option(help="last, best (held-out loss) or a step.")] = "last",
+    echo: Annotated[bool, typer.Option(help="Print the prompt first.")] = True,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary on standard error.")] = False,
+) -> None:
+    """Continue a prompt with a trained model. Text goes to standard output as soon as each character is whole."""
+    import time
+
+    from mercer.cli.locate import open_model
+    from mercer.inference.generate import generate as continue_text
+    from mercer.inference.sampler import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p)
+    text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+    if not text:
+        raise InvalidArgument("the prompt is empty; give at least one character")
+    model, vocabulary = open_model(run, checkpoint, device)
+    try:
+        tokens = vocabulary.encode(text).tolist()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument("the prompt is not UTF-8, which the model's vocabulary needs") from error
+    if echo:
+        _write(text.decode("utf-8", "replace"))
+    started, count = time.perf_counter(), 0
+
+    def counted() -> Iterator[int]:
+        nonlocal count
+        for token in continue_text(model, tokens, max_tokens, sampling, seed):
+            count += 1
+            yield token
+
+    for piece in vocabulary.stream(counted()):
+        _write(piece)
+    _write("\n")
+    if not quiet:
+        seconds = time.perf_counter() - started
+        typer.echo(
+            f"{len(tokens)} tokens read, {count} written in {seconds:.2f} s, {count / seconds:.0f} a second", err=True
+        )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,123 @@
+"""`mercer info`: what a run or a saved model is, how far it came, and what it costs to remember."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+CONTEXTS = (256, 1024, 4096, 16384, 65536)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(info)
+
+
+def info(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of one checkpoint or model.")],
+    checkpoint: Annotated[str, typer.Option(help="last, best (held-out loss) or a step.")] = "last",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the model, its attention layer by layer, the bytes of its states against context, and the last metrics."""
+    facts = describe(run, checkpoint)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    _print(facts)
+
+
+def describe(run: Path, checkpoint: str = "last") -> dict[str, Any]:
+    """Everything that `mercer info` prints, as JSON values."""
+    from mercer.cli.locate import model_folder
+    from mercer.models.io import load_model
+    from mercer.runtime.files import read_json
+    from mercer.training.checkpoint import folders, step_of
+    from mercer.training.metrics import read_metrics
+
+    folder = model_folder(run, checkpoint)
+    model = load_model(folder)
+    facts: dict[str, Any] = {
+        "folder": str(folder),
+        "model": model.config.model_dump(mode="json"),
+        "parameters": model.parameter_count,
+        "layers": [
+            _layer(name, block.attention) for name, block in zip(model.config.attentions, model.blocks, strict=True)
+        ],
+    }
+    facts["state_bytes"] = {
+        str(context): sum(layer["state_bytes"][str(context)] for layer in facts["layers"]) for context in CONTEXTS
+    }
+    if (run / "run.json").exists():
+        record = read_json(run / "run.json")
+        events = read_metrics(run)
+        facts["train"] = record["train"]
+        facts["corpus"] = {key: value for key, value in record["corpus"].items() if key != "split"}
+        facts["corpus"]["split"] = record["corpus"]["split"]["by"]
+        facts["checkpoints"] = [step_of(path) for path in folders(run)]
+        for kind in ("train", "eval"):
+            facts[f"last_{kind}"] = next((event for event in reversed(events) if event["event"] == kind), None)
+    return facts
+
+
+def _layer(name: str, attention: Any) -> dict[str, Any]:
+    """An attention layer's name and the bytes of the state that one sequence leaves in it."""
+    import torch
+
+    from mercer.ops import plan
+
+    sizes = {}
+    for context in CONTEXTS:
+        q, k = (
+            torch.empty(1, heads, context, attention.head_dim, device="meta")
+            for heads in (attention.heads, attention.kv_heads)
+        )
+        chosen = plan(
+            q,
+            k,
+            k,
+            kernel=attention.kernel,
+            normalizer=attention.normalizer,
+            structure=attention.structure,
+            return_state=True,
+            form=attention.form,
+            path=attention.path,
+        )
+        sizes[str(context)] = chosen.state_bytes
+    return {"attention": name, "state": chosen.path, "state_bytes": sizes}
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{facts['folder']}: {facts['parameters']:,} parameters")
+    table = Table("", *(f"{context:,}" for context in CONTEXTS), title="Bytes of state against tokens of context")
+    for number, layer in enumerate(facts["layers"], 1):
+        kind = "feature state" if layer["state"] == "features" else "key/value cache"
+        table.add_row(f"{number}  {layer['attention']}, {kind}", *(f"{n:,}" for n in layer["state_bytes"].values()))
+    table.add_section()
+    table.add_row("all", *(f"{n:,}" for n in facts["state_bytes"].values()))
+    console.print(table)
+    model = Table("model", "", show_header=True)
+    for key, value in facts["model"].items():
+        if value is not None:
+            model.add_row(key, str(value))
+    console.print(model)
+    if "train" not in facts:
+        return
+    corpus = facts["corpus"]
+    console.print(
+        f"text: {corpus['train']['bytes']:,} bytes in {corpus['train']['files']} files, held out "
+        f"{corpus['held_out']['bytes']:,} in {corpus['held_out']['files']}; vocabulary {corpus['vocabulary']}; "
+        f"sha256 {corpus['sha256'][:16]}"
+    )
+    console.print(
+        f"checkpoints: {', '.join(map(str, facts['checkpoints'])) or 'none yet'} of {facts['train']['steps']} steps"
+    )
+    if last := facts["last_train"]:
+        console.print(f"training, step {last['step']}: {last['loss']:.4f} nats a token")
+    if last := facts["last_eval"]:
+        console.print(
+            f"held out, step {last['step']}: {last['loss']:.4f} nats a token, {last['bits_per_byte']:.4f} bits a byte"
+        )

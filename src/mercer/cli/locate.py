@@ -1,0 +1,41 @@
+"""From a folder named on the command line to a model: a run, one of its checkpoints, or a saved model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mercer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from mercer.models.decoder import DecoderLM
+    from mercer.models.vocabulary import Vocabulary
+
+
+def model_folder(path: Path, checkpoint: str = "last") -> Path:
+    """The folder that holds the weights.
+
+    Raises:
+        InvalidArgument: the path is not a folder, or holds no such checkpoint.
+    """
+    from mercer.training.checkpoint import find
+
+    if not path.is_dir():
+        raise InvalidArgument(f"there is no folder {path}")
+    return path if (path / "model.safetensors").exists() else find(path, checkpoint)
+
+
+def open_model(path: Path, checkpoint: str, device: str) -> tuple[DecoderLM, Vocabulary]:
+    """The model, ready for inference, and its vocabulary."""
+    from mercer.models.io import load_model
+    from mercer.models.vocabulary import load_vocabulary
+
+    folder = model_folder(path, checkpoint)
+    model = load_model(folder)
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidArgument(
+            f"device {device!r} is not usable here ({str(error).splitlines()[0]}); use 'cpu'"
+        ) from error
+    return model.eval().requires_grad_(False), load_vocabulary(folder, model.config.vocab_size)
