@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.training.tiny import RECIPE, without_time, write_text
 
 from mercer.training import checkpoint
 from mercer.training.metrics import METRICS_FILE, read_metrics
-from tests.training.tiny import RECIPE, without_time, write_text
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 import torch
+from tests.training.tiny import RECIPE, Tiny
 
 from mercer.errors import MercerError
 from mercer.training import checkpoint, metrics
 from mercer.training.data import Corpus
 from mercer.training.loop import Progress, fit
-from tests.training.tiny import RECIPE, Tiny
 
 
 def die() -> None:
