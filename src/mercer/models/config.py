@@ -67,8 +67,9 @@ class ModelConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
+            plain = {"extra_forbidden": "no such key", "missing": "required"}
             faults = (
-                f"{'.'.join(map(str, e['loc'])) or 'its fields'}: {e['msg'].removeprefix('Value error, ')}"
+                f"{'.'.join(map(str, e['loc'])) or 'its fields'}: {plain.get(e['type'], e['msg'].removeprefix('Value error, '))}"
                 for e in error.errors()
             )
             raise InvalidArgument(f"model configuration: {'; '.join(faults)}") from error

@@ -71,7 +71,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normed = x * scale
         product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        grad_weight = product.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         grad_x = None
         if ctx.needs_input_grad[0]:
             mean = (product @ weight).div_(x.shape[-1])[..., None]
