@@ -68,10 +68,10 @@ class ModelConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             plain = {"extra_forbidden": "no such key", "missing": "required"}
-            faults = (
-                f"{'.'.join(map(str, e['loc'])) or 'its fields'}: {plain.get(e['type'], e['msg'].removeprefix('Value error, '))}"
-                for e in error.errors()
-            )
+            faults: list[str] = []
+            for fault in error.errors():
+                where = ".".join(map(str, fault["loc"])) or "its fields"
+                faults.append(f"{where}: {plain.get(fault['type'], fault['msg'].removeprefix('Value error, '))}")
             raise InvalidArgument(f"model configuration: {'; '.join(faults)}") from error
 
     @model_validator(mode="after")

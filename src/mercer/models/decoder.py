@@ -90,7 +90,7 @@ class DecoderLM(nn.Module):
             raise InvalidArgument(f"tokens must be integers [B, T], got {tokens.dtype} of shape {list(tokens.shape)}")
         if states is not None and len(states) != len(self.blocks):
             raise InvalidArgument(
-                f"the model has {len(self.blocks)} layers and needs a state for each, got {len(states)}"
+                f"the model needs a state for each of its {len(self.blocks)} layers, got {len(states)}"
             )
         x = self.embedding(tokens)
         if self.positions is not None:

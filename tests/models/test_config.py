@@ -1,0 +1,46 @@
+import pytest
+
+from mercer.errors import InvalidArgument
+from mercer.models.config import ModelConfig
+
+
+def test_a_pattern_is_repeated_over_the_layers():
+    config = ModelConfig(vocab_size=10, layers=6, attention=["elu-sum", "elu-sum", "softmax"])
+    assert config.attentions == ("elu-sum", "elu-sum", "softmax") * 2
+    assert ModelConfig(vocab_size=10, layers=2, attention="exp-l2").attentions == ("exp-l2", "exp-l2")
+
+
+def test_json_round_trip_and_hash():
+    config = ModelConfig(vocab_size=10, attention=["exp-l2", "softmax"], gain="head", gain_init=0.1, window=7)
+    again = ModelConfig.model_validate_json(config.model_dump_json())
+    assert again == config
+    assert hash(again) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({}, "vocab_size: required"),
+        ({"vocab_size": 10, "widht": 3}, "widht: no such key"),
+        ({"vocab_size": 10, "heads": 3}, "dim 128 is not a multiple of 3 heads"),
+        ({"vocab_size": 10, "kv_heads": 3}, "kv_heads 3 does not divide heads 8"),
+        ({"vocab_size": 10, "head_dim": 5}, "even head_dim, not 5"),
+        ({"vocab_size": 10, "dim": 5, "heads": 1, "position": "sinusoidal"}, "even dim, not 5"),
+        ({"vocab_size": 10, "attention": "hardmax"}, "hardmax"),
+        ({"vocab_size": 10, "attention": ["softmax", "hardmax"]}, "hardmax"),
+        ({"vocab_size": 10, "attention": []}, "at least one name"),
+        ({"vocab_size": 10, "gain": "head"}, "normaliser is L2 or RMS"),
+        ({"vocab_size": 10, "gain_init": 0.5}, "gain_init needs gain"),
+        ({"vocab_size": 10, "layers": 0}, "layers"),
+        ({"vocab_size": 10, "position": "polar"}, "position"),
+    ],
+)
+def test_bad_configurations_are_one_sentence(values, sentence):
+    with pytest.raises(InvalidArgument, match=sentence) as caught:
+        ModelConfig(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_last_layer_counts_where_a_pattern_does_not_reach():
+    with pytest.raises(InvalidArgument, match="L2 or RMS"):  # the only L2 of the pattern falls beyond the layers
+        ModelConfig(vocab_size=10, layers=1, attention=["softmax", "exp-l2"], gain="head")
