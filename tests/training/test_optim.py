@@ -59,7 +59,7 @@ def test_with_a_zero_gradient_only_the_decaying_ones_shrink():
         ({"steps": 0}, "steps: Input should be greater than or equal to 1"),
         ({"batch": 10, "accumulate": 4}, "its fields: accumulate=4 must divide batch=10"),
         ({"steps": 5, "warmup": 6}, "its fields: warmup=6 must not exceed steps=5"),
-        ({"learning_rat": 1}, "learning_rat: Extra inputs are not permitted"),
+        ({"learning_rat": 1}, "learning_rat: no such key"),
         ({"dtype": "float16"}, "dtype: Input should be 'float32' or 'bfloat16'"),
         ({"learning_rate": float("nan")}, "learning_rate: Input should be"),
     ],

@@ -92,12 +92,13 @@ def _print(facts: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     console.print(f"{facts['folder']}: {facts['parameters']:,} parameters")
-    table = Table("", *(f"{context:,}" for context in CONTEXTS), title="Bytes of state against tokens of context")
+    contexts = (f"{context:,}" for context in CONTEXTS)
+    table = Table("layer", "attention", "state", *contexts, title="Size of state against tokens of context")
     for number, layer in enumerate(facts["layers"], 1):
-        kind = "feature state" if layer["state"] == "features" else "key/value cache"
-        table.add_row(f"{number}  {layer['attention']}, {kind}", *(f"{n:,}" for n in layer["state_bytes"].values()))
+        kind = "features" if layer["state"] == "features" else "cache"
+        table.add_row(str(number), layer["attention"], kind, *map(_bytes, layer["state_bytes"].values()))
     table.add_section()
-    table.add_row("all", *(f"{n:,}" for n in facts["state_bytes"].values()))
+    table.add_row("all", "", "", *map(_bytes, facts["state_bytes"].values()))
     console.print(table)
     model = Table("model", "", show_header=True)
     for key, value in facts["model"].items():
@@ -121,3 +122,13 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(
             f"held out, step {last['step']}: {last['loss']:.4f} nats a token, {last['bits_per_byte']:.4f} bits a byte"
         )
+
+
+def _bytes(number: int) -> str:
+    """Bytes in three digits: 640 B, 65.5 kB, 16.8 MB."""
+    value, unit = float(number), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"

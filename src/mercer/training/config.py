@@ -62,10 +62,11 @@ class TrainConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            faults = (
-                f"{'.'.join(map(str, e['loc'])) or 'its fields'}: {e['msg'].removeprefix('Value error, ')}"
-                for e in error.errors()
-            )
+            plain = {"extra_forbidden": "no such key"}
+            faults: list[str] = []
+            for fault in error.errors():
+                where = ".".join(map(str, fault["loc"])) or "its fields"
+                faults.append(f"{where}: {plain.get(fault['type'], fault['msg'].removeprefix('Value error, '))}")
             raise InvalidArgument(f"training configuration: {'; '.join(faults)}") from error
 
     @model_validator(mode="after")

@@ -1,0 +1,96 @@
+"""Generation through states equals the full forward."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from mercer.core.state import CacheState
+from mercer.errors import InvalidArgument
+from mercer.inference.generate import generate
+from mercer.inference.sampler import Sampling
+from mercer.models.config import ModelConfig
+from mercer.models.decoder import DecoderLM
+
+PROMPT = list(b"The kernel of")
+MODELS = {
+    "softmax": {},
+    "elu": {"attention": "elu-sum"},
+    "taylor": {"attention": "taylor2-l2", "position": "none"},
+    "exp-l2": {"attention": "exp-l2", "gain": "head"},
+    "pattern": {"attention": ["elu-sum", "softmax"], "kv_heads": 2},
+    "window": {"window": 5},
+    "alibi": {"position": "alibi"},
+    "learned": {"position": "learned", "max_length": 64},
+    "sinusoidal": {"position": "sinusoidal"},
+}
+
+
+def build(**fields):
+    # Large initial weights make the likeliest token depend on the context.
+    config = {"vocab_size": 256, "dim": 32, "layers": 2, "heads": 4, "init_std": 0.4} | fields
+    return DecoderLM(ModelConfig(**config)).eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_the_argmax_of_the_full_forward(name):
+    model = build(**MODELS[name])
+    tokens = list(generate(model, PROMPT, 24, Sampling(0.0), prefill=5))
+    assert len(tokens) == 24
+    assert len(set(tokens)) > 1
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + tokens]))[0]
+    assert logits.argmax(-1)[len(PROMPT) - 1 : -1].tolist() == tokens
+
+
+@pytest.mark.parametrize("prefill", [1, 4, 13, 512])
+def test_the_pieces_of_the_prompt_do_not_matter(prefill):
+    model = build(attention=["elu-sum", "softmax"])
+    sampling = Sampling(0.8, top_k=20)
+    expected = list(generate(model, PROMPT, 16, sampling, seed=3))
+    assert list(generate(model, torch.tensor(PROMPT), 16, sampling, seed=3, prefill=prefill)) == expected
+    assert list(generate(model, PROMPT, 16, sampling, seed=4)) != expected
+
+
+def test_a_longer_generation_begins_with_the_shorter_and_comes_one_at_a_time():
+    model = build()
+    stream = generate(model, PROMPT, 10, seed=5)
+    assert next(stream) == next(generate(model, PROMPT, 1, seed=5))
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert len(list(stream)) == 9
+    assert list(generate(model, PROMPT, 0)) == []
+
+
+@pytest.mark.parametrize(("attention", "constant"), [("elu-sum", True), ("softmax", False)])
+def test_memory_is_the_states(attention, constant, monkeypatch):
+    model = build(attention=attention)
+    sizes = []
+    forward = DecoderLM.forward
+
+    def watched(self, tokens, **keywords):
+        logits, states = forward(self, tokens, **keywords)
+        sizes.append(sum(state.nbytes for state in states))
+        assert all(isinstance(state, CacheState) is not constant for state in states)
+        return logits, states
+
+    monkeypatch.setattr(DecoderLM, "forward", watched)
+    list(generate(model, PROMPT, 8))
+    growth = {after - before for before, after in pairwise(sizes)}
+    assert growth == {0} if constant else min(growth) >= 2 * 2 * 32 * 4  # two layers, keys and values, 32 channels
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, r"the prompt has shape \[0\]; give at least one token"),
+        ([[1, 2]], {}, r"the prompt has shape \[1, 2\]"),
+        ([1, 256], {}, r"the prompt has tokens outside 0..255"),
+        ([-1], {}, r"the prompt has tokens outside 0..255"),
+        ([1], {"max_tokens": -1}, r"max_tokens=-1"),
+        ([1], {"prefill": 0}, r"prefill=0"),
+    ],
+)
+def test_wrong_prompts_are_refused_before_anything_runs(prompt, options, message):
+    with pytest.raises(InvalidArgument, match=message):
+        generate(build(), prompt, **{"max_tokens": 1} | options)

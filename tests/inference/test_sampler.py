@@ -1,0 +1,73 @@
+"""Choosing a token."""
+
+import pytest
+import torch
+
+from mercer.errors import InvalidArgument, NonFinite
+from mercer.inference.sampler import Sampling
+
+LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
+
+
+def kept(**fields):
+    return Sampling(**fields).distribution(LOGITS).tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [0.5, 0.25, 0.125, 0.0625, 0.0625]),
+        ({"temperature": 0}, [1, 0, 0, 0, 0]),
+        ({"temperature": 0.5}, [64 / 86, 16 / 86, 4 / 86, 1 / 86, 1 / 86]),
+        ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0, 0]),
+        ({"top_k": 99}, [0.5, 0.25, 0.125, 0.0625, 0.0625]),
+        ({"top_p": 0.5}, [1, 0, 0, 0, 0]),
+        ({"top_p": 0.51}, [2 / 3, 1 / 3, 0, 0, 0]),
+        ({"top_p": 1e-9}, [1, 0, 0, 0, 0]),
+        ({"top_p": 1.0}, [0.5, 0.25, 0.125, 0.0625, 0.0625]),
+        ({"top_k": 3, "top_p": 0.6}, [2 / 3, 1 / 3, 0, 0, 0]),  # top_p counts after top_k: 4/7 is below 0.6
+    ],
+)
+def test_the_distribution(fields, expected):
+    assert kept(**fields) == pytest.approx(expected, abs=1e-6)
+
+
+def test_ties_go_to_the_lower_token():
+    assert Sampling(0.0).distribution(torch.zeros(4)).tolist() == [1, 0, 0, 0]
+    assert Sampling(top_k=2).distribution(torch.zeros(4)).tolist() == [0.5, 0.5, 0, 0]
+
+
+def test_draws_follow_the_distribution_and_the_seed():
+    sampling = Sampling(top_k=3)
+    generator = torch.Generator().manual_seed(1)
+    draws = [sampling.choose(LOGITS, generator) for _ in range(2000)]
+    shares = torch.tensor(draws).bincount(minlength=5) / 2000
+    torch.testing.assert_close(shares, sampling.distribution(LOGITS).float(), atol=0.04, rtol=0)
+    generator.manual_seed(1)
+    assert [sampling.choose(LOGITS, generator) for _ in range(2000)] == draws
+
+
+def test_extreme_logits_stay_finite():
+    logits = torch.tensor([1e4, -1e4, 9.99e3])
+    assert Sampling(0.01).distribution(logits).tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0; it is a finite number of at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0; it is at least 1"),
+        ({"top_p": 0.0}, "top_p is 0.0; it is above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+    ],
+)
+def test_values_out_of_range(fields, message):
+    with pytest.raises(InvalidArgument, match=message):
+        Sampling(**fields)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite(bad):
+    with pytest.raises(NonFinite, match="the model's logits are not finite"):
+        Sampling().distribution(torch.tensor([0.0, bad]))
