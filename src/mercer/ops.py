@@ -96,7 +96,7 @@ def attention(
         query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path
     )
     factor = kernel.default_scale(query.shape[-1]) if scale is None else float(scale)
-    call = Call(query, key, value, kernel, normalizer, merged, factor, state, return_state, chosen.form, chosen.path)
+    call = Call(query, key, value, kernel, normalizer, merged, factor, state, return_state, chosen.form, chosen.path, chosen.backend)
     packs = merged.documents is not None and (chosen.form != "dense" or state is not None or return_state)
     out, after = packed.run_documents(call) if packs else run(call)
     if not return_state:

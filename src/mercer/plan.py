@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mercer.backends.sdpa import serves
 from mercer.core import cost
 from mercer.core.kernels import Kernel
 from mercer.core.normalizers import Normalizer
@@ -22,7 +23,7 @@ class Plan:
     Attributes:
         form: ``dense``, ``chunked`` or ``recurrent``.
         path: ``pairs`` (scores of query-key pairs; the state is a key/value cache) or ``features`` (a fixed-size feature state).
-        backend: what runs it.
+        backend: what runs it: ``torch`` (this library's forms) or ``sdpa`` (torch's fused attention, where it computes the same).
         flops: floating-point operations of the products.
         bytes: bytes of queries, keys, values and outputs, each moved once.
         state_bytes: bytes of the state that the call leaves behind if asked to.
@@ -81,7 +82,8 @@ def choose(
     else:
         flops = cost.pair_flops(merged, sizes)
         state_bytes = cost.cache_bytes(merged, sizes)
-    return Plan(chosen_form, chosen_path, "torch", flops, cost.io_bytes(sizes), state_bytes, f"{why_path} {why_form}")
+    backend = "sdpa" if chosen_form == "chunked" and chosen_path == "pairs" and serves(kernel, normalizer, merged, sizes) else "torch"
+    return Plan(chosen_form, chosen_path, backend, flops, cost.io_bytes(sizes), state_bytes, f"{why_path} {why_form}")
 
 
 def _path(kernel: Kernel, merged: Merged, sizes: Sizes, possible: set[str], stateful: bool, asked: str) -> tuple[str, str]:

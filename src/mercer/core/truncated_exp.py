@@ -31,9 +31,11 @@ def truncated_exp(s: Tensor, order: int) -> Tensor:
 
 
 def _horner(s: Tensor, order: int) -> Tensor:
-    out = torch.ones_like(s)
-    for n in range(order, 0, -1):
-        out.mul_(s).div_(n).add_(1)
+    if order == 0:
+        return torch.ones_like(s)
+    out, one = (s / order).add_(1), s.new_ones(())
+    for n in range(order - 1, 0, -1):
+        torch.addcmul(one, out, s, value=1 / n, out=out)
     return out
 
 

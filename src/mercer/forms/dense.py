@@ -18,7 +18,7 @@ class _Profile(torch.autograd.Function):
     def forward(ctx: Any, score: Tensor, kernel: Kernel) -> Tensor:
         ctx.kernel = kernel
         ctx.save_for_backward(score)
-        return kernel.profile(score)
+        return kernel.profile(score).clone()  # a profile may return its argument
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:

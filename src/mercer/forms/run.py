@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mercer.backends.sdpa import sdpa
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, Tokens, layout, tokens
 from mercer.core.normalizers import Normalizer
@@ -33,6 +34,7 @@ class Call:
     return_state: bool
     form: str
     path: str
+    backend: str
 
 
 def run(call: Call) -> tuple[Tensor, State | None]:
@@ -67,7 +69,7 @@ def _pairs(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
     mapped_key = call.kernel.map_key(key.to(precision))
-    form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
+    form = sdpa if call.backend == "sdpa" else {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
     numerator, denominator, peak = form(
         mapped_query, mapped_key, value.to(precision), call.kernel, view, call.normalizer.needs_denominator
     )

@@ -183,8 +183,8 @@ class _Causal(torch.autograd.Function):
                 sequence.queries(grad_out, at),
             )
             decays = sequence.decays(at, q.dtype)
-            score = q @ k.transpose(1, 2)
-            weight = sequence.hide(kernel.profile(score))
+            weight, slope = kernel.profile_and_derivative(q @ k.transpose(1, 2))
+            weight = sequence.hide(weight)
             grad_weight = sequence.hide(do @ v.transpose(1, 2))
             read, write = kernel.features(q), kernel.features(k)
             sent = v
@@ -193,7 +193,7 @@ class _Causal(torch.autograd.Function):
                 weight.mul_(inside)
                 grad_weight.mul_(inside)
                 sent, read = v * until, read * since
-            grad_score = grad_weight.mul_(kernel.derivative(score))
+            grad_score = grad_weight if slope is None else grad_weight.mul_(slope)
             grad_query[:, :, at] += sequence.unqueries(grad_score @ k)
             grad_write = sent @ grad_carry.transpose(1, 2)
             grad_sent = write @ grad_carry

@@ -11,6 +11,7 @@ Workspaces are allocated once a call and used by every tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +21,14 @@ from torch import Tensor
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, with_gradients
 
-ROWS = 128
+ROWS = 64
 """Queries per tile."""
 COLUMNS = 2048
 """Keys per tile."""
-WORKSPACE = 4 * 2**20
+WORKSPACE = 2 * 2**20
 """Bytes of scores that are worked on at once: heads and batch rows are taken together until they fill it."""
+
+LOG2_E, LN_2 = 1 / math.log(2), math.log(2)
 
 
 def tiles(
@@ -112,15 +115,32 @@ class _Run:
             flat = self.buffers[name] = self.query.new_empty(size)
         return flat[:size].view(shape)
 
+    def hide(self, slab: _Slab, queries: slice, keys: slice, tile: Tensor) -> None:
+        """Zero what is hidden, in place; ``tile`` is ``[N, g tq, tk]``."""
+        view = slab.by_head(tile)
+        layout = self.layout
+        if layout.offset is not None:  # a band: far faster to cut than a mask is to apply
+            diagonal = layout.offset + queries.start - keys.start
+            if layout.right is not None and keys.stop - keys.start > diagonal + layout.right + 1:
+                view.tril_(diagonal + layout.right)
+            if layout.left is not None and queries.stop - queries.start + diagonal > layout.left + 1:
+                view.triu_(diagonal - layout.left)
+            return
+        hidden = self.hidden(slab, queries, keys)
+        if hidden is not None:
+            view.masked_fill_(hidden, 0)
+
     def hidden(self, slab: _Slab, queries: slice, keys: slice) -> Tensor | None:
-        """Boolean ``[b, 1, tq, tk]``, True where hidden, or None."""
+        """What is hidden of a tile, or None: boolean ``[b, 1, tq, tk]`` (True = hidden), or without padding 0 and -inf ``[1, 1, tq, tk]``."""
         if self.layout.offset is None:
             mask = self.layout.visible(queries, keys, slab.rows)
             return None if mask is None else ~mask.unsqueeze(1)
         where = (queries.start - keys.start, queries.stop - queries.start, keys.stop - keys.start)
         if where not in self.masks:  # without padding a mask depends on the tile's place relative to the diagonal alone
             mask = self.layout.visible(queries, keys)
-            self.masks[where] = None if mask is None else ~mask.unsqueeze(1)
+            if mask is not None:
+                mask = torch.zeros(mask.shape, dtype=self.query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf).unsqueeze(1)
+            self.masks[where] = mask
         return self.masks[where]
 
     def scores(self, slab: _Slab, q: Tensor, k: Tensor) -> Tensor:
@@ -130,15 +150,21 @@ class _Run:
         return self.layout.bias(queries, keys, slab.rows, slab.query_heads, dtype)
 
     def logits(self, slab: _Slab, queries: slice, keys: slice, q: Tensor, k: Tensor) -> Tensor:
-        """Scores with bias, minus infinity where hidden: what an exponential kernel exponentiates."""
-        score = self.scores(slab, q, k)
+        """Scores with bias over ln 2, minus infinity where hidden: an exponential kernel's weights are 2 to this power.
+
+        torch's exp2 is three times as fast as its exp, and a factor on q costs nothing.
+        """
+        score = self.scores(slab, q * LOG2_E, k)
         view = slab.by_head(score)
         bias = self.bias(slab, queries, keys, score.dtype)
         if bias is not None:
-            view.add_(bias)
+            view.add_(bias, alpha=LOG2_E)
         hidden = self.hidden(slab, queries, keys)
         if hidden is not None:
-            view.masked_fill_(hidden, -torch.inf)
+            if self.layout.offset is None:
+                view.masked_fill_(hidden, -torch.inf)
+            else:
+                view.add_(hidden)
         return score
 
 
@@ -233,20 +259,20 @@ def _exponential_rows(
         if peak is not None:
             highest = torch.maximum(highest, peak)
         shift = highest.masked_fill(highest == -torch.inf, 0)
-        weight = score.sub_(shift).exp_()
+        weight = score.sub_(shift).exp2_()
         part = torch.bmm(weight, slab.key_side(value, at))
         mass = weight.sum(-1, keepdim=True)
         if peak is None or rows is None or total is None:
             rows, total = part, mass
         else:
-            fade = (peak - shift).exp_()
+            fade = (peak - shift).exp2_()
             rows, total = rows.mul_(fade).add_(part), total.mul_(fade).add_(mass)
         peak = highest
     assert rows is not None and total is not None and peak is not None
     empty = total == 0
     rows.mul_(total.reciprocal().masked_fill_(empty, 0))
     slab.store(into[0], queries, rows)
-    slab.store(into[2], queries, peak.add_(total.log()).masked_fill_(empty, 0))
+    slab.store(into[2], queries, peak.add_(total.log2()).mul_(LN_2).masked_fill_(empty, 0))
     if needs_denominator:
         slab.store(into[1], queries, (~empty).to(rows.dtype))
 
@@ -263,9 +289,7 @@ def _plain_rows(
         bias = run.bias(slab, queries, at, weight.dtype)
         if bias is not None:
             view.mul_(bias.exp_())
-        hidden = run.hidden(slab, queries, at)
-        if hidden is not None:
-            view.masked_fill_(hidden, 0)
+        run.hide(slab, queries, at, weight)
         v = slab.key_side(value, at)
         rows = torch.bmm(weight, v) if rows is None else rows.baddbmm_(weight, v)
         if needs_denominator:
@@ -290,6 +314,7 @@ def _backward_rows(
 ) -> None:
     q, du = slab.query_side(run.query, queries), slab.query_side(grad_numerator, queries)
     dd = None if grad_denominator is None else slab.query_rows(grad_denominator, queries)
+    log2_factor = slab.query_rows(factor, queries) * LOG2_E if run.kernel.exponential else None
     grad_q = torch.zeros_like(q)
     biased = totals.slopes is not None or totals.query_log is not None or totals.key_log is not None
     for at in keys:
@@ -298,25 +323,22 @@ def _backward_rows(
         if dd is not None:
             dw.add_(dd)
         if run.kernel.exponential:
-            weight = run.logits(slab, queries, at, q, k).sub_(slab.query_rows(factor, queries)).exp_()
+            weight = run.logits(slab, queries, at, q, k).sub_(log2_factor).exp2_()
             ds = dw.mul_(weight)
             if biased:
                 totals.add_bias(run, slab, queries, at, slab.by_head(ds))
         else:
-            score = run.scores(slab, q, k)
-            weight, slope = run.kernel.profile(score), run.kernel.derivative(score)
-            bias, hidden = run.bias(slab, queries, at, score.dtype), run.hidden(slab, queries, at)
+            weight, slope = run.kernel.profile_and_derivative(run.scores(slab, q, k))
+            bias = run.bias(slab, queries, at, weight.dtype)
             if bias is not None:
-                bias.exp_()
-                slab.by_head(weight).mul_(bias)
-            if hidden is not None:
-                slab.by_head(weight).masked_fill_(hidden, 0)
-                slab.by_head(dw).masked_fill_(hidden, 0)
+                slab.by_head(weight).mul_(bias.exp_())
+            run.hide(slab, queries, at, weight)
             if biased:
                 totals.add_bias(run, slab, queries, at, slab.by_head(weight * dw))
             if bias is not None:
                 slab.by_head(dw).mul_(bias)
-            ds = dw.mul_(slope)
+            ds = dw if slope is None else dw.mul_(slope)
+            run.hide(slab, queries, at, ds)
         slab.key_side(totals.value, at).baddbmm_(weight.transpose(1, 2), du)
         grad_q.baddbmm_(ds, k)
         slab.key_side(totals.key, at).baddbmm_(ds.transpose(1, 2), q)
