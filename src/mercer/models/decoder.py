@@ -153,10 +153,10 @@ class DecoderLM(nn.Module):
     ) -> Tensor:
         """Cross entropy in nats a target ("mean") or in all ("sum"); targets [B, T] of -100 do not count.
 
-        The logits and probabilities held at once are never more numbers than the model has parameters.
+        The logits held at once are never more numbers than the model has parameters.
         """
         weight = self.head_weight
-        block = min(default_block(*weight.shape), max(self.parameter_count // (2 * weight.shape[0]), 1))
+        block = min(default_block(*weight.shape), max(self.parameter_count // weight.shape[0], 1))
         hidden = self.hidden(tokens, padding=padding)
         return linear_cross_entropy(hidden, weight, targets, block=block, reduction=reduction)
 

@@ -13,8 +13,8 @@ SMALL = 2**21
 
 
 def default_block(vocabulary: int, dim: int) -> int:
-    """Tokens whose logits and probabilities take no more numbers than the weight, or than SMALL if that is more."""
-    return max(dim // 2, SMALL // (2 * vocabulary), 1)
+    """Tokens whose logits are no more numbers than the weight has, or than SMALL if that is more."""
+    return max(dim, SMALL // vocabulary)
 
 
 def linear_cross_entropy(
@@ -34,11 +34,11 @@ def linear_cross_entropy(
     nowhere and cost nothing. reduction: "mean" over the kept tokens (0 if there are none) or "sum". Returns a scalar,
     float32 for inputs of 16 or 32 bits and float64 for float64.
 
-    Memory: the logits and the probabilities of `block` tokens (2 block vocabulary numbers; with the default of
-    `default_block` never more than the weight has, or 8 MiB in float32), for 16-bit inputs with their rounded copies
-    half as much again; and the two gradients, which are computed block by block in the forward pass and only scaled in
-    the backward pass. Softmax statistics and the sum of the weight's gradient over blocks are float32 at least. Under
-    autocast the product runs in autocast's dtype.
+    Memory: the logits of `block` tokens (block vocabulary numbers; with the default of `default_block` never more than
+    the weight has, or 8 MiB in float32), which become probabilities in place on the CPU and take as much again on other
+    devices and for 16-bit inputs; and the two gradients, which are computed block by block in the forward pass and only
+    scaled in the backward pass. Softmax statistics and the sum of the weight's gradient over blocks are float32 at
+    least. Under autocast the product runs in autocast's dtype.
     """
     vocabulary, dim = weight.shape
     if hidden.shape[-1] != dim or hidden.shape[:-1] != targets.shape:
@@ -80,15 +80,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        overwritten = targets.numel() > 0 and weight.dtype == wide  # by the first block, with beta=0
+        make = torch.empty_like if overwritten else torch.zeros_like
+        grad_weight = make(weight, dtype=wide) if want_weight else None
         for start in range(0, targets.numel(), block):
             part, wanted = hidden[start : start + block], targets[start : start + block, None]
             logits = (part @ weight.t()).to(wide)
             # log sum exp = largest logit - log of the largest probability; softmax is one fused pass over its input.
-            probability = logits.softmax(1)
-            lse = logits.amax(1, keepdim=True) - probability.amax(1, keepdim=True).log_()
-            loss += (lse - logits.gather(1, wanted)).sum() * factor
+            above = logits.amax(1, keepdim=True) - logits.gather(1, wanted)
+            # The CPU's softmax reads a number before it writes the one at its place (test_loss.py watches that).
+            probability = torch.softmax(logits, 1, out=logits if logits.device.type == "cpu" else None)
             del logits
+            loss += (above - probability.amax(1, keepdim=True).log_()).sum() * factor
             if grad_hidden is None and grad_weight is None:
                 continue
             probability.mul_(factor).scatter_add_(1, wanted, loss.new_full((1, 1), -factor).expand_as(wanted))
@@ -97,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(delta, weight, out=grad_hidden[start : start + block])
             if grad_weight is not None and grad_weight.dtype == delta.dtype:
-                grad_weight.addmm_(delta.t(), part)
+                grad_weight.addmm_(delta.t(), part, beta=0 if start == 0 else 1)
             elif grad_weight is not None:
                 grad_weight += delta.t() @ part
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
