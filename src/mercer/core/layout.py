@@ -232,7 +232,7 @@ def _validity(merged: Merged, batch: int, query_length: int, key_length: int, de
         return valid, None
     if query_length <= key_length:
         return valid, valid[:, key_length - query_length :]
-    return valid, torch.nn.functional.pad(valid, (query_length - key_length, 0))
+    return valid, torch.nn.functional.pad(valid, (query_length - key_length, 0), value=True)
 
 
 def _cumulative_log(merged: Merged, batch: int, query_heads: int, key_heads: int, key_length: int, valid: Tensor | None) -> Tensor:
