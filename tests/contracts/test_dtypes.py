@@ -1,0 +1,69 @@
+"""Each dtype: results are those of the same rounded numbers in float64, to the tolerance that the dtype gives."""
+
+import pytest
+import torch
+from tests.contracts import cells
+from tests.tolerance import accumulator, assert_close
+
+from mercer.core.reference import reference_attention
+from mercer.core.structures import merge
+from mercer.core.support import unsupported
+from mercer.ops import attention
+
+SHAPE = cells.Shape(heads=4, key_heads=2, queries=17, keys=17, dim=4, value_dim=4)
+LAID = ("full", "causal", "padding-causal", "window", "documents-causal", "alibi-causal", "decay-token", "everything")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("normalizer", cells.NORMALIZERS)
+@pytest.mark.parametrize("kernel", cells.KERNELS)
+def test_dtype(
+    kernel: str, normalizer: str, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    chosen = cells.KERNELS[kernel]
+    shape = SHAPE
+    # Every structure under every kernel is the table's affair; here they take turns, all of them within each dtype.
+    turn = list(cells.KERNELS).index(kernel) * len(cells.NORMALIZERS) + cells.NORMALIZERS.index(normalizer)
+    name = LAID[(turn + turn // len(LAID)) % len(LAID)]
+    norm, leaves = cells.normalizer(normalizer, shape, generator)
+    laid = cells.structures(shape, generator)[name]
+    given = cells.inputs(shape, generator, dtype, chosen)
+    exact = given.double()
+    whole = laid.whole(shape)
+    expected = reference_attention(*exact.qkv, chosen, norm, whole)
+    shared = list((laid.leaves | leaves).values())
+    wanted = cells.gradients(expected, exact.cotangent, [*exact.qkv, *shared])
+    cells.small_tiles(monkeypatch, rows=5, columns=6, chunk=5)
+    for form, path in cells.CELLS:
+        if unsupported(chosen, norm, merge(whole), form, path) is not None:
+            continue
+        out, state = (
+            attention(
+                *given.qkv, kernel=chosen, normalizer=norm, structure=whole, form=form, path=path, return_state=True
+            )
+            if merge(whole).right in (None, 0)
+            else (
+                attention(*given.qkv, kernel=chosen, normalizer=norm, structure=whole, form=form, path=path),
+                None,
+            )
+        )
+        assert out.dtype == dtype
+        assert_close(out, expected, shape.keys, f"{name} {form} {path}: output")
+        if path == "features" and state is not None:
+            assert state.tensors()["features"].dtype == accumulator(dtype)
+        got = cells.gradients(out, given.cotangent, [*given.qkv, *shared])
+        for label, have, want in zip(("q", "k", "v", *laid.leaves, *leaves), got, wanted, strict=True):
+            assert_close(have, want, shape.keys, f"{name} {form} {path}: gradient of {label}", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_sums_do_not_stall(dtype: torch.dtype):
+    """A running sum kept in bfloat16 stops growing at 256; here 5,000 equal weights average their values exactly."""
+    length = 5000
+    q, k = torch.zeros(1, 1, 1, 2, dtype=dtype), torch.zeros(1, 1, length, 2, dtype=dtype)
+    v = (torch.arange(length) % 2).to(dtype).view(1, 1, length, 1)
+    for kernel in (cells.KERNELS["exp"], cells.KERNELS["elu"], cells.KERNELS["taylor2"]):
+        for form, path in cells.CELLS:
+            if unsupported(kernel, cells.Sum(), merge(cells.Full()), form, path) is None:
+                out = attention(q, k, v, kernel=kernel, form=form, path=path)
+                assert float(out) == 0.5, f"{kernel} {form} {path}"
