@@ -1,12 +1,12 @@
 r"""Multi-query associative recall: sequences that list keys with values and then ask for the keys again.
 
 A sequence of T tokens with N pairs begins ``k_1 v_1 k_2 v_2 ... k_N v_N``. Then key i is asked for once, at position
-``2N + 2 g_i``; the label there is ``v_i``, at the query's own position (what a language model would predict next). The gaps
-``g`` are N different numbers below ``(T - 2N) / 2``, drawn with probability proportional to ``(g + 1)^(a - 1)``: with a
-small a most questions come early and some after a long time. Everything else is token 0 and has no label.
+``2N + 2 g_i``; the label there is ``v_i``, at the query's own position (what a language model would predict next). The
+gaps ``g`` are N different numbers below ``(T - 2N) / 2``, drawn with probability proportional to ``(g + 1)^(a - 1)``:
+with a small a most questions come early and some after a long time. Everything else is token 0 and has no label.
 
-Keys are tokens 1 .. V/2 - 1 and values V/2 .. V - 1, none repeated within a sequence, so an answer has to be read from the
-sequence and cannot be known from training.
+Keys are tokens 1 .. V/2 - 1 and values V/2 .. V - 1, none repeated within a sequence, so an answer has to be read from
+the sequence and cannot be known from training.
 
 Source: Arora et al. 2023 (Zoology), arXiv 2312.04927.
 """

@@ -1,0 +1,120 @@
+"""`mercer study`: a question asked of this machine, answered in JSON and in a page rendered from it."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Budget = Annotated[str, typer.Option(help="quick (about ten minutes on two cores), standard or full.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="The study's folder (runs/STUDY-BUDGET); again to continue.")
+]
+Attentions = Annotated[
+    list[str] | None,
+    typer.Option("--attention", "-a", help="Instead of the budget's; may be repeated: taylor4-l2, exp-l2, elu-sum."),
+]
+Seeds = Annotated[int | None, typer.Option(help="Runs of each, instead of the budget's.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(help="Run a study: JSON with a schema, and one self-contained page.", no_args_is_help=True)
+    group.command()(orders)
+    group.command()(recall)
+    group.command()(cost)
+    app.add_typer(group, name="study")
+
+
+def orders(
+    budget: Budget = "quick",
+    out: Out = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Files, folders or globs to learn from; may be repeated (the Python library's source)."),
+    ] = None,
+    attention: Attentions = None,
+    seeds: Seeds = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps of each run; quick otherwise measures how many fit.")
+    ] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """What do kernel and normaliser do to a language model's loss?
+
+    The same decoder with softmax, its exponential under a norm, linear attention and Taylor series of growing order,
+    trained on the same text. An attention may end in '+gain': a gain learned per head after the norm. Stopped at any
+    moment, the same command continues.
+    """
+    command = _command()
+    from mercer.studies.orders import run
+
+    _say(
+        run(
+            budget, out or Path(f"runs/orders-{budget}"), text=text or (), attentions=attention or (), seeds=seeds,
+            steps=steps, device=device, command=command, quiet=quiet,
+        )
+    )  # fmt: skip
+
+
+def recall(
+    budget: Budget = "quick",
+    out: Out = None,
+    attention: Attentions = None,
+    seeds: Seeds = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps of each run, instead of the budget's.")] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """How many pairs can an attention remember?
+
+    Multi-query associative recall with two layers: accuracy against the number of pairs and the size of the state, and
+    what a linear memory of that size would recall. Stopped at any moment, the same command continues.
+    """
+    command = _command()
+    from mercer.studies.recall import run
+
+    _say(
+        run(
+            budget, out or Path(f"runs/recall-{budget}"), attentions=attention or (), seeds=seeds, steps=steps,
+            device=device, command=command, quiet=quiet,
+        )
+    )  # fmt: skip
+
+
+def cost(
+    budget: Budget = "quick",
+    out: Out = None,
+    attention: Attentions = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Where does one attention become cheaper than another?
+
+    Time per token and bytes of state against the context length, reading a context and writing after it, for each form
+    and beside its plan. Leave the machine alone meanwhile. Stopped at any moment, the same command continues.
+    """
+    command = _command()
+    from mercer.studies.cost import run
+
+    _say(
+        run(
+            budget, out or Path(f"runs/cost-{budget}"), attentions=attention or (), device=device, command=command,
+            quiet=quiet,
+        )
+    )  # fmt: skip
+
+
+def _command() -> str:
+    """The line that was typed. Called before torch is imported, it also keeps torch's threads from spinning while they
+    wait: with another process on the same cores, a spinning thread takes the time that the working one needs."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    return shlex.join(["mercer", *sys.argv[1:]])
+
+
+def _say(page: Any) -> None:
+    typer.echo(page)

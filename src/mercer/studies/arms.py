@@ -1,0 +1,56 @@
+"""The attentions a study compares, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mercer.core.kernels import Exp, Taylor
+from mercer.core.names import attention_name, parse_attention
+from mercer.core.normalizers import L2, RMS, Sum
+from mercer.errors import InvalidArgument
+from mercer.studies.records.orders import Arm, Family
+
+GAIN_INIT = 0.1
+"""Where a learned gain starts. Near 0, a block adds little to the residual stream at first, as softmax's averages "
+"do."""
+
+
+def parse_arm(name: str) -> Arm:
+    """An arm from ``"exp-l2"``, or from ``"exp-l2+gain"`` with a gain learned per head that starts at 0.1.
+
+    Raises:
+        InvalidArgument: an unknown attention, or a gain on a normaliser other than L2 and RMS.
+        Unsupported: kernel and normaliser do not go together.
+    """
+    base, plus, extra = name.partition("+")
+    if plus and extra != "gain":
+        raise InvalidArgument(f"attention {name!r}: only '+gain' can follow a name, as in 'exp-l2+gain'.")
+    kernel, normalizer = parse_attention(base)
+    if plus and not isinstance(normalizer, L2 | RMS):
+        raise InvalidArgument(f"attention {name!r}: a gain is learned after L2 or RMS only, as in 'exp-l2+gain'.")
+    attention = attention_name(kernel, normalizer)
+    order = kernel.order if isinstance(kernel, Taylor) else None
+    family: Family = "linear"
+    if isinstance(kernel, Taylor):
+        family = "taylor"
+    elif isinstance(kernel, Exp):
+        family = "softmax" if isinstance(normalizer, Sum) else "exp"
+    return Arm(
+        name=attention + plus + extra,
+        attention=attention,
+        family=family,
+        normalizer=attention_name(kernel, normalizer).rpartition("-")[2] if family != "softmax" else "sum",
+        order=order,
+        gain_init=GAIN_INIT if plus else None,
+    )
+
+
+def parse_arms(names: Iterable[str]) -> list[Arm]:
+    """Arms from names, each once, in the order given."""
+    arms: dict[str, Arm] = {}
+    for name in names:
+        arm = parse_arm(name)
+        arms.setdefault(arm.name, arm)
+    if not arms:
+        raise InvalidArgument("a study needs at least one attention.")
+    return list(arms.values())
