@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mercer.cli import generate, info, train, version
+from mercer.cli import generate, info, report, study, train, version
 from mercer.errors import Interrupted, MercerError
 from mercer.runtime.allocator import tune
 
-COMMANDS = (train, generate, info, version)
+COMMANDS = (train, generate, study, report, info, version)
 
 WRONG_USE = 2
 INTERRUPTED = 130  # what a shell reports of a process ended by the interrupt signal
