@@ -94,7 +94,10 @@ class Layout:
             first, last = self.offset + queries.start, self.offset + queries.stop - 1
             if (self.right is None or keys.stop - 1 <= first + self.right) and (self.left is None or keys.start >= last - self.left):
                 return None
-        rows = rows if self.query_position.shape[0] > 1 or self.key_position.shape[0] > 1 else slice(None)
+        if self.offset is not None:
+            rows = slice(0, 1)  # rows of different pasts differ in their positions but not in their distances
+        elif self.query_position.shape[0] == self.key_position.shape[0] == 1:
+            rows = slice(None)
         q = _rows(self.query_position, rows)[:, queries, None]
         k = _rows(self.key_position, rows)[:, None, keys]
         mask: Tensor | None = None
