@@ -7,7 +7,7 @@ that need them. Keeping an old state is all that going back takes, and two conti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -46,11 +46,15 @@ class State(ABC):
         if kind is None:
             raise InvalidArgument(f"No state has the tensors {sorted(tensors)}; expected those of State.tensors().")
         names = {f.name for f in fields(kind)}
-        values: dict[str, Any] = dict(tensors)
+        optional = {"mass": None} if kind is FeatureState else {}
+        values: dict[str, Any] = optional | tensors
         if "kernel" in values:
             values["kernel"] = bytes(values["kernel"].tolist()).decode()
         if set(values) - names:
             raise InvalidArgument(f"A {kind.__name__} has no tensors {sorted(set(values) - names)}.")
+        needed = {f.name for f in fields(kind) if f.default is MISSING}
+        if needed - set(values):
+            raise InvalidArgument(f"A {kind.__name__} needs the tensors {sorted(needed - set(values))}, which are missing.")
         return kind(**values)
 
     def _map(self, change: Any) -> Any:
@@ -97,10 +101,6 @@ class FeatureState(State):
         name = torch.tensor(list(self.kernel.encode()), dtype=torch.uint8)
         out = {"features": self.features, "length": self.length, "log_decay": self.log_decay, "kernel": name}
         return out if self.mass is None else out | {"mass": self.mass}
-
-    @staticmethod
-    def from_tensors(tensors: dict[str, Tensor]) -> State:
-        return State.from_tensors({"mass": None} | tensors)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
 
     def merge(self, later: FeatureState) -> FeatureState:
         """The state of this state's tokens followed by ``later``'s. Associative; without decay commutative too."""

@@ -155,6 +155,8 @@ class Alibi(Structure):
     def __post_init__(self) -> None:
         if self.slopes.dim() != 1:
             raise InvalidArgument(f"Alibi: slopes must be [heads], not {list(self.slopes.shape)}.")
+        if not bool(((self.slopes >= 0) & (self.slopes < torch.inf)).all()):
+            raise InvalidArgument("Alibi: every slope must be finite and 0 or more.")
 
     def __str__(self) -> str:
         return "Alibi(slopes)"
@@ -184,9 +186,9 @@ class Decay(Structure):
         assert value is not None
         if value.dim() not in (1, 3):
             raise InvalidArgument(f"Decay: rates must be [heads] or [batch, heads, length], not {list(value.shape)}.")
-        inside = ((value > 0) & (value <= 1)) if self.rate is not None else (value <= 0)
+        inside = ((value > 0) & (value <= 1)) if self.rate is not None else ((value > -torch.inf) & (value <= 0))
         if not bool(inside.all()):
-            allowed = "in (0, 1]" if self.rate is not None else "0 or less"
+            allowed = "in (0, 1]" if self.rate is not None else "finite and 0 or less"
             raise InvalidArgument(f"Decay: every {'rate' if self.rate is not None else 'log_rate'} must be {allowed}.")
 
     @property
