@@ -146,6 +146,32 @@ def test_fit_forgets():
         np.testing.assert_array_equal(model.fit(X, y).predict(X), KernelRegression(kernel).fit(X, y).predict(X))
 
 
+def test_a_failed_fit_leaves_nothing_half_learned():
+    X, y, w = data()
+    model = KernelRegression(scale="loo").fit(X, y)
+    with pytest.raises(InvalidArgument, match="sample_weight"):
+        model.set_params(scale=1.0).fit(X, y, sample_weight=-w)
+    with pytest.raises(InvalidArgument, match="not fitted"):
+        model.predict(X)
+    assert not hasattr(model, "loo_scales_")
+    np.testing.assert_array_equal(model.partial_fit(X, y).predict(X), KernelRegression(scale=1.0).fit(X, y).predict(X))
+    with pytest.raises(InvalidArgument, match="sample_weight"):
+        model.partial_fit(X, y, sample_weight=-w)
+    np.testing.assert_array_equal(model.predict(X), KernelRegression(scale=1.0).fit(X, y).predict(X))
+
+
+def test_names_of_columns_are_kept():
+    class Frame:  # as much of a data frame as an estimator looks at
+        columns = ("width", "height")
+
+        def __array__(self, dtype=None, copy=None):
+            return data()[0]
+
+    model = KernelRegression().fit(Frame(), data()[1])
+    assert model.feature_names_in_.tolist() == ["width", "height"]
+    assert not hasattr(model.fit(*data()[:2]), "feature_names_in_")
+
+
 def test_tensors_and_arrays_mix():
     X, y, _ = data()
     model = KernelRegression().fit(torch.tensor(X), torch.tensor(y, dtype=torch.float32))

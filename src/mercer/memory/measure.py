@@ -79,7 +79,8 @@ class Capacity:
     def from_json(text: str) -> Capacity:
         """Read what :meth:`to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
-        return Capacity(**values | {"curve": tuple(Point(**point) for point in values["curve"])})
+        values["curve"] = tuple(Point(**point) for point in values["curve"])
+        return Capacity(**values)
 
     def __str__(self) -> str:
         measured = f"more than {self.limit:,}" if self.measured is None else f"{self.measured:,.0f}"

@@ -88,7 +88,7 @@ class KernelRegression:
 
         ``sample_weight`` ``[n]`` is 0 or more; a weight of 0 leaves the sample out, a weight of 2 counts it twice.
         """
-        self._samples: tuple[Tensor, Tensor, Tensor] | None = None
+        self._forget()
         self._begin(X, y)
         return self._learn(X, y, sample_weight)
 
@@ -99,14 +99,14 @@ class KernelRegression:
         """
         if isinstance(self.scale, str):
             raise Unsupported("scale='loo' needs all samples at once: use fit, or give the scale as a number.")
-        if not hasattr(self, "n_features_in_"):
-            self._samples = None
+        if not self.__sklearn_is_fitted__():
+            self._forget()
             self._begin(X, y)
         return self._learn(X, y, sample_weight)
 
     def predict(self, X: Any) -> Any:
         """m at the points X ``[m, D]``: ``[m]`` or ``[m, outputs]``, as y was."""
-        if not hasattr(self, "n_features_in_"):
+        if not self.__sklearn_is_fitted__():
             raise _not_fitted()
         queries = self._points(X) - self._centre
         if self.state_ is not None:
@@ -134,6 +134,12 @@ class KernelRegression:
         constant = (residual != 0).double()  # one minus what a constant output counts
         return float((1 - torch.where(total == 0, constant, residual / torch.where(total == 0, 1.0, total))).mean())
 
+    def _forget(self) -> None:
+        self._samples: tuple[Tensor, Tensor, Tensor] | None = None
+        self.state_: FeatureState | None = None
+        for name in ("scale_", "loo_scales_", "loo_errors_", "n_features_in_", "feature_names_in_"):
+            self.__dict__.pop(name, None)
+
     def _begin(self, X: Any, y: Any) -> None:
         keys = matrix(X)
         values = targets(y, len(keys))
@@ -152,13 +158,10 @@ class KernelRegression:
         self._centre = (
             keys.detach().mean(0) if gaussian else torch.zeros(keys.shape[1], dtype=torch.float64, device=keys.device)
         )
-        self.state_: FeatureState | None = None
         self.n_features_in_ = keys.shape[1]
         names = _column_names(X)
         if names is not None:
             self.feature_names_in_ = names
-        elif hasattr(self, "feature_names_in_"):
-            del self.feature_names_in_
 
     def _learn(self, X: Any, y: Any, sample_weight: Any) -> KernelRegression:
         keys = self._points(X).detach() - self._centre
@@ -177,7 +180,8 @@ class KernelRegression:
             self.state_ = absorb(self._kernel, self.state_, *new)
             return self
         if self._samples is not None:
-            new = tuple(torch.cat(pair) for pair in zip(self._samples, new, strict=True))
+            old = self._samples
+            new = (torch.cat((old[0], new[0])), torch.cat((old[1], new[1])), torch.cat((old[2], new[2])))
         self._samples = new
         if self._prefers_state(new):
             self._samples, self.state_ = None, absorb(self._kernel, None, *new)
@@ -205,7 +209,7 @@ class KernelRegression:
         return points.to(self._centre.device)
 
     def __sklearn_is_fitted__(self) -> bool:
-        return hasattr(self, "n_features_in_")
+        return getattr(self, "_samples", None) is not None or getattr(self, "state_", None) is not None
 
     def __sklearn_tags__(self) -> Any:
         utils = sys.modules["sklearn.utils"]  # only scikit-learn asks, so it is there
