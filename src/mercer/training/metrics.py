@@ -52,7 +52,9 @@ class Metrics:
         self.path = folder / METRICS_FILE
         self._board: SummaryWriter | None = _board(folder, step) if tensorboard else None
         kept = [] if step is None else [event for event in read_metrics(folder) if event["step"] <= step]
-        write_file(self.path, "".join(_line(event) for event in kept))
+        content = "".join(map(_line, kept)).encode()
+        if not self.path.exists() or self.path.read_bytes() != content:
+            write_file(self.path, content)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, event: dict[str, Any]) -> None:
