@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Relu, Taylor
+    from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
     from mercer.core.names import attention_name, parse_attention
     from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
     from mercer.core.state import CacheState, FeatureState, State
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mercer.regression import KernelRegression, kernel_regression
 
 _HOMES = {
-    "mercer.core.kernels": ("Cosine", "Elu", "Exp", "Kernel", "Power", "Relu", "Taylor"),
+    "mercer.core.kernels": ("Cosine", "Elu", "Exp", "Gaussian", "Kernel", "Power", "Relu", "Taylor"),
     "mercer.core.names": ("attention_name", "parse_attention"),
     "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Sum"),
     "mercer.core.state": ("CacheState", "FeatureState", "State"),
@@ -49,6 +49,7 @@ __all__ = [
     "Exp",
     "FeatureState",
     "Full",
+    "Gaussian",
     "Identity",
     "Interrupted",
     "InvalidArgument",
