@@ -59,7 +59,9 @@ def _blank(x: Tensor, valid: Tensor | None) -> Tensor:
     return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
 
 
-def _pairs(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None, State | None]:
+def _pairs(
+    call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor | None, State | None]:
     past = None
     if call.state is not None:
         assert isinstance(call.state, CacheState)
@@ -69,7 +71,9 @@ def _pairs(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
     mapped_key = call.kernel.map_key(key.to(precision))
-    form = sdpa if call.backend == "sdpa" else {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
+    form = (
+        sdpa if call.backend == "sdpa" else {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
+    )
     numerator, denominator, peak = form(
         mapped_query, mapped_key, value.to(precision), call.kernel, view, call.normalizer.needs_denominator
     )
@@ -84,7 +88,8 @@ def _restore(call: Call, numerator: Tensor, denominator: Tensor | None, peak: Te
     numerator = numerator * factor.unsqueeze(-1)
     if not bool(torch.isfinite(numerator).all()):
         raise NonFinite(
-            f"{call.kernel} with {call.normalizer} overflows {numerator.dtype}: the largest score is {float(peak.max()):.4g} and exp of it is not "
+            f"{call.kernel} with {call.normalizer} overflows {numerator.dtype}: the largest score is "
+            f"{float(peak.max()):.4g} and exp of it is not "
             "finite; use a smaller scale, or a scale-invariant normaliser (Sum, L2, RMS)."
         )
     return numerator, None if denominator is None else denominator * factor
@@ -94,10 +99,13 @@ def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) ->
     for name, had, new in (("keys", state.keys, key), ("values", state.values, value)):
         if had.shape[:2] != new.shape[:2] or had.shape[3] != new.shape[3] or had.dtype != new.dtype:
             raise InvalidArgument(
-                f"The cache holds {name} {list(had.shape)} {had.dtype}; this call's are {list(new.shape)} {new.dtype}: batch, heads, dimension and dtype must agree."
+                f"The cache holds {name} {list(had.shape)} {had.dtype}; this call's are {list(new.shape)} "
+                f"{new.dtype}: batch, heads, dimension and dtype must agree."
             )
     if (state.log is None) != (call.merged.decay is None):
-        raise InvalidArgument("The cache was made " + ("without" if state.log is None else "with") + " Decay; continue it the same way.")
+        raise InvalidArgument(
+            "The cache was made " + ("without" if state.log is None else "with") + " Decay; continue it the same way."
+        )
     return state
 
 
@@ -116,16 +124,22 @@ def _cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) ->
         else:
             behind = valid.flip(1).cumsum(1).flip(1)
             first = int((behind > call.merged.left).sum(1).min())
+    if (
+        first or call.state is None
+    ):  # a value of its own: neither the caller's tensors nor a view that keeps what was dropped
+        key, value = key[:, :, first:].clone(), value[:, :, first:].clone()
     return CacheState(
-        keys=key[:, :, first:],
-        values=value[:, :, first:],
+        keys=key,
+        values=value,
         length=length,
-        valid=None if valid is None else valid.expand(batch, -1)[:, first:],
+        valid=None if valid is None else valid.expand(batch, -1)[:, first:].clone(),
         log=None if log is None else log[..., first:],
     )
 
 
-def _features(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None, State | None]:
+def _features(
+    call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor | None, State | None]:
     batch, query_heads = query.shape[:2]
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     log = _feature_log(call, own)
@@ -160,7 +174,9 @@ def _features(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor
 
 
 def _feature_log(call: Call, own: Tokens) -> Tensor | None:
-    """Cumulative log-decay ``[b, h, Lk]``, h the number of key heads if the rates allow it and of query heads otherwise."""
+    """Cumulative log-decay ``[b, h, Lk]``, h the number of key heads if the rates allow it and of query heads
+    otherwise.
+    """
     log = own.key_log
     groups = call.query.shape[1] // call.key.shape[1]
     if log is not None and groups > 1 and call.merged.alibi is None:
@@ -185,12 +201,22 @@ def _initial(call: Call, batch: int, heads: int, dim: int, value: Tensor) -> Ten
     if state.kernel != str(call.kernel):
         raise InvalidArgument(f"The state was made by {state.kernel}, but this call uses {call.kernel}.")
     if call.normalizer.needs_denominator and state.mass is None:
-        raise InvalidArgument(f"The state has no mass z, which {call.normalizer} needs: make the state under a normaliser with denominators.")
-    parts = [state.features] if not call.normalizer.needs_denominator or state.mass is None else [state.features, state.mass.unsqueeze(-1)]
+        raise InvalidArgument(
+            f"The state has no mass z, which {call.normalizer} needs: make the state under a normaliser with "
+            "denominators."
+        )
+    parts = (
+        [state.features]
+        if not call.normalizer.needs_denominator or state.mass is None
+        else [state.features, state.mass.unsqueeze(-1)]
+    )
     start = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     expected = (batch, heads, features, value.shape[-1])
     if start.shape != expected:
-        raise InvalidArgument(f"The state's sums (with mass) are {list(start.shape)}, but this call needs {list(expected)}: [B, heads, features, Dv].")
+        raise InvalidArgument(
+            f"The state's sums (with mass) are {list(start.shape)}, but this call needs {list(expected)}: [B, "
+            "heads, features, Dv]."
+        )
     if start.dtype != value.dtype:
         raise InvalidArgument(f"The state is {start.dtype}, but this call accumulates in {value.dtype}.")
     return start
