@@ -191,6 +191,24 @@ def test_nothing_changes_in_the_callers_hands(kernel: Kernel, path: str, generat
         assert all(torch.equal(x, y) for x, y in zip(given.qkv, before[1], strict=True))
 
 
+@pytest.mark.parametrize(("kernel", "path"), BY_STATE, ids=str)
+def test_a_state_shares_no_memory_with_the_caller(kernel: Kernel, path: str, generator: torch.Generator):
+    """Not with keys, values or a mask, and it does not keep alive what a window has dropped."""
+    q, k, v = (x.detach() for x in cells.inputs(SHAPE, generator).qkv)
+    mask = cells.masks(SHAPE)
+    structures = [Causal(), Causal() & cells.Padding(mask)] + [cells.Window.last(3)] * (path == "pairs")
+    for structure in structures:
+        _, state = attention(q, k, v, kernel=kernel, structure=structure, path=path, return_state=True)
+        before = {n: t.clone() for n, t in state.tensors().items()}
+        for x in (k, v, mask):
+            old = x.clone()
+            x.zero_()
+            assert all(torch.equal(t, before[n]) for n, t in state.tensors().items())
+            x.copy_(old)
+        if isinstance(state, CacheState):
+            assert state.keys.untyped_storage().nbytes() == state.keys.numel() * 8
+
+
 @pytest.mark.parametrize("structure", ["causal", "padding-window", "decay-padding", "decay-alibi"])
 @pytest.mark.parametrize(("kernel", "path"), BY_STATE, ids=str)
 def test_a_state_is_a_value(kernel: Kernel, path: str, structure: str, generator: torch.Generator):
