@@ -233,7 +233,8 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
 @pytest.mark.slow
 def test_the_command_killed_and_interrupted_ends_at_the_same_digits(tmp_path, text):
     whole, run = tmp_path / "whole", tmp_path / "killed"
-    assert finish(start(whole, text))[0] == 0
+    code, errors = finish(start(whole, text))
+    assert code == 0, errors
     for lines, number, expected in ((6, signal.SIGKILL, -signal.SIGKILL), (14, signal.SIGINT, 130)):
         process = start(run, text)
         deadline = time.monotonic() + 60
