@@ -14,14 +14,6 @@ from mercer.ops import attention
 
 SHAPE = cells.Shape(batch=3, heads=4, key_heads=2, queries=17, keys=17, dim=3, value_dim=2)
 SIZES = [(1, 1, 1, 10**4), (2, 3, 2, 1), (4, 7, 4, 200), (7, 4, 7, 10**4), (17, 5, 17, 10**6), (64, 64, 16, 1)]
-    (1, 1, 1, 1),
-    (2, 3, 2, 1),
-    (4, 7, 4, 200),
-    (7, 4, 7, 10**4),
-    (8, 8, 8, 10**6),
-    (23, 5, 23, 1),
-    (64, 64, 22, 1),
-]
 
 
 @pytest.mark.parametrize("structure", cells.STRUCTURES)
