@@ -15,7 +15,7 @@ from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument
 from mercer.forms import packed
 from mercer.forms.run import Call, run
-from mercer.plan import Plan, choose
+from mercer.planning import Plan, choose
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,7 +72,8 @@ def attention(
 
     Args:
         query: ``[B, Hq, Lq, D]``; float64, float32, bfloat16 or float16.
-        key: ``[B, Hk, Lk, D]``; Hk divides Hq (grouped- and multi-query attention: query head h reads key head h // (Hq / Hk)).
+        key: ``[B, Hk, Lk, D]``; Hk divides Hq (grouped- and multi-query attention: query head h reads key head h //
+            (Hq / Hk)).
         value: ``[B, Hk, Lk, Dv]``.
         kernel: K. Default ``Exp()``.
         normalizer: N. Default ``Sum()``; with ``Exp`` that is softmax.
@@ -84,19 +85,33 @@ def attention(
         path: ``"auto"``, ``"pairs"`` or ``"features"``.
 
     Returns:
-        ``[B, Hq, Lq, Dv]`` in the dtype of ``query``; with ``return_state`` a pair of it and a :class:`~mercer.State`. Sums are
-        accumulated in float32 (float64 for float64 inputs). A row that sees nothing is zero.
+        ``[B, Hq, Lq, Dv]`` in the dtype of ``query``; with ``return_state`` a pair of it and a
+        :class:`~mercer.State`. Sums are accumulated in float32 (float64 for float64 inputs). A row that sees nothing
+        is zero.
 
     Raises:
         InvalidArgument: shapes, dtypes or options that are wrong in themselves.
         Unsupported: parts that cannot be combined; the message says what would work.
         NonFinite: ``Identity`` with an exponential kernel left the range of the accumulator.
     """
-    kernel, normalizer, merged, sizes, chosen = _resolve(
+    kernel, normalizer, merged, chosen = _resolve(
         query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path
     )
     factor = kernel.default_scale(query.shape[-1]) if scale is None else float(scale)
-    call = Call(query, key, value, kernel, normalizer, merged, factor, state, return_state, chosen.form, chosen.path, chosen.backend)
+    call = Call(
+        query,
+        key,
+        value,
+        kernel,
+        normalizer,
+        merged,
+        factor,
+        state,
+        return_state,
+        chosen.form,
+        chosen.path,
+        chosen.backend,
+    )
     packs = merged.documents is not None and (chosen.form != "dense" or state is not None or return_state)
     out, after = packed.run_documents(call) if packs else run(call)
     if not return_state:
@@ -119,7 +134,8 @@ def plan(
     form: str = "auto",
     path: str = "auto",
 ) -> Plan:
-    """How :func:`attention` would compute the same arguments: form, path, operations, bytes, and the reason. Runs nothing.
+    """How :func:`attention` would compute the same arguments: form, path, operations, bytes, and the reason. Runs
+    nothing.
 
     Only shapes, dtypes and devices of the tensors are read, so tensors on the ``meta`` device will do.
     """
@@ -138,7 +154,7 @@ def _resolve(
     return_state: bool,
     form: str,
     path: str,
-) -> tuple[Kernel, Normalizer, Merged, Sizes, Plan]:
+) -> tuple[Kernel, Normalizer, Merged, Plan]:
     kernel = Exp() if kernel is None else kernel
     normalizer = Sum() if normalizer is None else normalizer
     merged = merge(Full() if structure is None else structure)
@@ -147,17 +163,23 @@ def _resolve(
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
     state_path = None if state is None else "features" if isinstance(state, FeatureState) else "pairs"
     stateful = state is not None or return_state
-    return kernel, normalizer, merged, sizes, choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path)
+    return kernel, normalizer, merged, choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path)
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merged: Merged) -> Sizes:
-    for name, x, letters in (("query", query, "B, Hq, Lq, D"), ("key", key, "B, Hk, Lk, D"), ("value", value, "B, Hk, Lk, Dv")):
+    for name, x, letters in (
+        ("query", query, "B, Hq, Lq, D"),
+        ("key", key, "B, Hk, Lk, D"),
+        ("value", value, "B, Hk, Lk, Dv"),
+    ):
         if x.dim() != 4:
             raise InvalidArgument(f"{name} must be [{letters}], four dimensions, not {list(x.shape)}.")
         if x.dtype not in _DTYPES:
             raise InvalidArgument(f"{name} must be float64, float32, bfloat16 or float16, not {x.dtype}.")
         if x.dtype != query.dtype or x.device != query.device:
-            raise InvalidArgument(f"{name} is {x.dtype} on {x.device}, but query is {query.dtype} on {query.device}; they must agree.")
+            raise InvalidArgument(
+                f"{name} is {x.dtype} on {x.device}, but query is {query.dtype} on {query.device}; they must agree."
+            )
     batch, query_heads, query_length, dim = query.shape
     _, key_heads, key_length, value_dim = value.shape
     if key.shape != (batch, key_heads, key_length, dim) or value.shape[0] != batch:
@@ -174,8 +196,19 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
     if state is not None and state.batch != entries:
         raise InvalidArgument(f"The state has {state.batch} batch entries, but this call has {entries}.")
     if merged.alibi is not None and merged.alibi.slopes.shape != (query_heads,):
-        raise InvalidArgument(f"Alibi: slopes must be [{query_heads}], one per query head, not {list(merged.alibi.slopes.shape)}.")
+        raise InvalidArgument(
+            f"Alibi: slopes must be [{query_heads}], one per query head, not {list(merged.alibi.slopes.shape)}."
+        )
     accumulator = 8 if query.dtype == torch.float64 else 4
     return Sizes(
-        batch, query_heads, key_heads, query_length, key_length, dim, value_dim, past_length, accumulator, query.element_size()
+        batch,
+        query_heads,
+        key_heads,
+        query_length,
+        key_length,
+        dim,
+        value_dim,
+        past_length,
+        accumulator,
+        query.element_size(),
     )

@@ -1,7 +1,8 @@
 """torch's scaled dot-product attention as a backend of the chunked pairs form.
 
-It serves exponential kernels under a scale-invariant normaliser: its rows, softmax(S) V, differ from exp(S) V by a positive factor only,
-which ``Sum``, ``L2`` and ``RMS`` cancel. It takes what its fused kernels take, and no mask tensor: that would be O(n^2) memory.
+It serves exponential kernels under a scale-invariant normaliser: its rows, softmax(S) V, differ from exp(S) V by a
+positive factor only, which ``Sum``, ``L2`` and ``RMS`` cancel. It takes what its fused kernels take, and no mask
+tensor: that would be O(n^2) memory.
 """
 
 from __future__ import annotations
@@ -28,12 +29,10 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
     return merged.right is None or (merged.right == 0 and (sizes.query_length == 1 or sizes.query_length == keys))
 
 
-def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, layout: Layout, needs_denominator: bool
-) -> tuple[Tensor, None, None]:
-    """Rows already divided by their sums: numerator ``[B, Hq, Lq, Dv]``, no denominator left to divide by."""
+def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+    """Rows already divided by their sums, ``[B, Hq, Lq, Dv]``; ``query`` is scaled."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = layout.right == 0 and layout.query_length > 1
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=1.0), None, None
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=1.0)

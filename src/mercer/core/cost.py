@@ -8,12 +8,15 @@ from mercer.core.support import FEATURE_CHUNK, Sizes
 
 
 def visible_pairs(merged: Merged, sizes: Sizes) -> int:
-    """Query-key pairs of one head and batch row that the structure leaves visible, padding and documents not deducted."""
+    """Query-key pairs of one head and batch row that the structure leaves visible, padding and documents not
+    deducted.
+    """
     queries, keys = sizes.query_length, sizes.key_length + sizes.past_length
     shift = keys - queries
     left = keys if merged.left is None else merged.left
     right = keys if merged.right is None else merged.right
-    # Rows i see keys max(0, i + shift - left) .. min(keys - 1, i + shift + right): sum both bounds as arithmetic series.
+    # Rows i see keys max(0, i + shift - left) .. min(keys - 1, i + shift + right): sum both bounds as arithmetic
+    # series.
     high = _clamped_sum(shift + right + 1, queries, keys)
     low = _clamped_sum(shift - left, queries, keys)
     return max(0, high - low)
@@ -40,7 +43,12 @@ def feature_flops(kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> in
     updates = sizes.key_heads * sizes.key_length * features * sizes.value_dim
     inside = 0
     if form == "chunked" and merged.causal:
-        inside = sizes.query_heads * sizes.query_length * min(FEATURE_CHUNK, sizes.key_length) * (sizes.dim + sizes.value_dim)
+        inside = (
+            sizes.query_heads
+            * sizes.query_length
+            * min(FEATURE_CHUNK, sizes.key_length)
+            * (sizes.dim + sizes.value_dim)
+        )
     return 2 * sizes.batch * (reads + updates + inside)
 
 

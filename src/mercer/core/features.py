@@ -4,15 +4,18 @@ For a vector x of dimension D the degree-n block holds one entry per multi-index
 
     phi_a(x) = x^a / sqrt(a!),        so that   <phi(x), phi(y)> = (x . y)^n / n!
 
-by the multinomial theorem. There are C(D + n - 1, n) of them instead of D^n. Each block is made from the one before by one
-gather and one product: every monomial of degree n is a monomial of degree n - 1 times a coordinate that is not smaller than
-its largest.
+by the multinomial theorem. There are C(D + n - 1, n) of them instead of D^n, in lexicographic order: first those with
+the smallest coordinate 0, then 1, and so on. A degree-n monomial whose smallest coordinate is i is x_i times a degree
+n - 1 monomial whose smallest is i or more, and those stand together at the end of the block before. So each block is
+made of D products of runs.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,24 +25,6 @@ from torch import Tensor
 def monomial_count(dim: int, degree: int) -> int:
     """Number of monomials of exactly ``degree`` in ``dim`` variables, C(dim + degree - 1, degree)."""
     return math.comb(dim + degree - 1, degree)
-
-
-@lru_cache(maxsize=64)
-def _tables(dim: int, degree: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each degree 1..degree: parent index, new coordinate, and weight sqrt(parent a! / a!) = sqrt(1 / a_coordinate)."""
-    tables: list[tuple[Tensor, Tensor, Tensor]] = []
-    last = np.zeros(1, dtype=np.int64)  # largest coordinate of each monomial of the previous degree
-    power = np.zeros(1, dtype=np.int64)  # its exponent
-    for _ in range(degree):
-        repeats = dim - last
-        parent = np.repeat(np.arange(last.size), repeats)
-        start = np.repeat(np.cumsum(repeats) - repeats, repeats)
-        coordinate = last[parent] + (np.arange(parent.size) - start)
-        exponent = np.where(coordinate == last[parent], power[parent], 0) + 1
-        weight = np.sqrt(1.0 / exponent)
-        tables.append((torch.from_numpy(parent), torch.from_numpy(coordinate), torch.from_numpy(weight)))
-        last, power = coordinate, exponent
-    return tables
 
 
 def monomials(x: Tensor, degree: int) -> list[Tensor]:
@@ -53,9 +38,62 @@ def monomials(x: Tensor, degree: int) -> list[Tensor]:
         ``degree + 1`` tensors; block n is ``[..., C(D + n - 1, n)]``.
     """
     blocks = [torch.ones_like(x[..., :1])]
-    for parent, coordinate, weight in _tables(x.shape[-1], degree):
-        device = x.device
-        left = blocks[-1].index_select(-1, parent.to(device))
-        right = x.index_select(-1, coordinate.to(device))
-        blocks.append(left * right * weight.to(device, x.dtype))
+    if degree >= 1:
+        blocks.append(x)
+    for n in range(2, degree + 1):
+        raised = _Raise.apply(x, blocks[-1], n)
+        assert isinstance(raised, Tensor)
+        blocks.append(raised)
     return blocks
+
+
+class _Raise(torch.autograd.Function):
+    """The block of degree n from x and the block of degree n - 1 (n of 2 or more)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, below: Tensor, degree: int) -> Tensor:
+        starts, weight = _table(x.shape[-1], degree)
+        out = x.new_empty(*x.shape[:-1], len(weight))
+        for i, (start, stop) in enumerate(_runs(starts, below.shape[-1], len(weight))):
+            torch.mul(x[..., i : i + 1], below[..., starts[i] :], out=out[..., start:stop])
+        ctx.save_for_backward(x, below)
+        ctx.degree = degree
+        return out.mul_(weight.to(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        x, below = ctx.saved_tensors
+        starts, weight = _table(x.shape[-1], ctx.degree)
+        grad = grads[0] * weight.to(x)
+        grad_x, grad_below = torch.empty_like(x), torch.zeros_like(below)
+        for i, (start, stop) in enumerate(_runs(starts, below.shape[-1], len(weight))):
+            part = grad[..., start:stop]
+            torch.sum(part * below[..., starts[i] :], -1, out=grad_x[..., i])
+            grad_below[..., starts[i] :].addcmul_(part, x[..., i : i + 1])
+        return grad_x, grad_below, None
+
+
+def _runs(starts: list[int], below: int, total: int) -> list[tuple[int, int]]:
+    """Where the products with x_0, x_1, ... stand in a block: run i holds the monomials whose smallest coordinate is
+    i.
+    """
+    stops = np.cumsum([below - s for s in starts]).tolist()
+    assert stops[-1] == total
+    return list(pairwise([0, *stops]))
+
+
+@lru_cache(maxsize=64)
+def _table(dim: int, degree: int) -> tuple[list[int], Tensor]:
+    """For each i, where the monomials of degree - 1 with smallest coordinate i or more begin; and the factor of each
+    new monomial.
+
+    Multiplying by x_i raises the exponent of i to some m, so 1 / sqrt(a!) changes by 1 / sqrt(m).
+    """
+    smallest, exponent = np.arange(dim), np.ones(dim, dtype=np.int64)  # of degree 1
+    starts: list[int] = []
+    for _ in range(degree - 1):
+        starts = np.searchsorted(smallest, np.arange(dim)).tolist()
+        raised = [np.where(smallest[s:] == i, exponent[s:], 0) + 1 for i, s in enumerate(starts)]
+        smallest = np.repeat(np.arange(dim), [len(r) for r in raised])
+        exponent = np.concatenate(raised)
+    return starts, torch.from_numpy(np.sqrt(1.0 / exponent))

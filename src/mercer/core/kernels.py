@@ -4,11 +4,11 @@ Every kernel here is a scalar *profile* of the inner product of two mapped vecto
 
     K(q, k) = f(scale * <map_query(q), map_key(k)>),
 
-and a kernel with a finite number of features also knows a phi with f(<a, b>) = <phi(a), phi(b)>. The first line is what the
-forms that look at pairs compute; the second is what a fixed-size state accumulates.
+and a kernel with a finite number of features also knows a phi with f(<a, b>) = <phi(a), phi(b)>. The first line is
+what the forms that look at pairs compute; the second is what a fixed-size state accumulates.
 
-Writing one's own: subclass :class:`Kernel`, give ``profile`` and ``default_scale``, say whether it is ``positive``, and, where
-they exist, ``derivative`` (otherwise found by automatic differentiation), ``map_query``/``map_key`` and
+Writing one's own: subclass :class:`Kernel`, give ``profile`` and ``default_scale``, say whether it is ``positive``,
+and, where they exist, ``derivative`` (otherwise found by automatic differentiation), ``map_query``/``map_key`` and
 ``features``/``feature_dim``. Every form and every contract test then takes it.
 """
 
@@ -106,8 +106,9 @@ class Exp(Kernel):
 class Gaussian(Kernel):
     """The Gaussian (RBF) kernel K = exp(-scale |q - k|^2 / 2). Scale 1; positive; infinitely many features.
 
-    Written as exp(scale (q.k - |q|^2/2 - |k|^2/2)), so it runs through the same exact attention as :class:`Exp`. The difference
-    of squares cancels for vectors far from the origin: centre them first (:func:`~mercer.kernel_regression` does).
+    Written as exp(scale (q.k - |q|^2/2 - |k|^2/2)), so it runs through the same exact attention as :class:`Exp`. The
+    difference of squares cancels for vectors far from the origin: centre them first
+    (:func:`~mercer.kernel_regression` does).
     """
 
     exponential: ClassVar[bool] = True
@@ -151,8 +152,9 @@ class _Polynomial(Kernel):
 class Taylor(_Polynomial):
     """The exponential's Taylor polynomial K = sum_{n=0..order} (scale q.k)^n / n!. Scale D^(-1/2).
 
-    Even orders are strictly positive. Odd orders are not: with :class:`~mercer.Sum` they raise unless ``signed=True``. Features:
-    all symmetric monomials of degree 0..order, sum_n C(D+n-1, n) = C(D+order, order) of them.
+    Even orders are strictly positive. Odd orders are not: with :class:`~mercer.Sum` they raise unless
+    ``signed=True``. Features: all symmetric monomials of degree 0..order, sum_n C(D+n-1, n) = C(D+order, order) of
+    them.
 
     Args:
         order: highest degree, 0 or more. Order p means degrees 0..p.
@@ -196,14 +198,15 @@ class Taylor(_Polynomial):
 class Power(_Polynomial):
     """The monomial kernel K = (scale q.k)^degree. Scale D^(-1/2).
 
-    Positive for even degrees; odd degrees with :class:`~mercer.Sum` raise unless ``signed=True``. Features: the C(D+degree-1,
-    degree) symmetric monomials.
+    Positive for even degrees; odd degrees with :class:`~mercer.Sum` raise unless ``signed=True``. Features: the
+    C(D+degree-1, degree) symmetric monomials.
 
     Args:
         degree: 1 or more.
         signed: accept denominators of either sign.
 
-    Source: Kacham et al. 2023 (PolySketchFormer), arXiv 2310.01655; Buckman et al. 2025 (power attention), arXiv 2507.04239.
+    Source: Kacham et al. 2023 (PolySketchFormer), arXiv 2310.01655; Buckman et al. 2025 (power attention), arXiv
+    2507.04239.
     """
 
     degree: int
@@ -254,7 +257,8 @@ class _Linear(Kernel):
 
 @dataclass(frozen=True)
 class Elu(_Linear):
-    """Linear attention, K = scale <phi(q), phi(k)> with phi(x) = elu(x) + 1. Scale 1 (no D^(-1/2)); positive; D features.
+    """Linear attention, K = scale <phi(q), phi(k)> with phi(x) = elu(x) + 1. Scale 1 (no D^(-1/2)); positive; D
+    features.
 
     Below zero phi is exp(x) and computed so: the literal elu(x) + 1 is 0 in bfloat16 from x = -6 on.
 

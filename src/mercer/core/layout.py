@@ -1,7 +1,7 @@
 """A structure laid over concrete tensors: positions, validity and log-weights as one-dimensional vectors.
 
-Every structure reduces to a handful of vectors over queries and over keys; a tile of the visibility mask or of the bias is made
-from slices of them, so nothing of size Lq x Lk exists unless a form asks for it.
+Every structure reduces to a handful of vectors over queries and over keys; a tile of the visibility mask or of the
+bias is made from slices of them, so nothing of size Lq x Lk exists unless a form asks for it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Layout:
         """Boolean mask ``[b, Lq', Lk']`` of a tile, or None if all of it is visible. ``rows`` selects batch entries."""
         if self.offset is not None and self.query_document is None:
             first, last = self.offset + queries.start, self.offset + queries.stop - 1
-            if (self.right is None or keys.stop - 1 <= first + self.right) and (self.left is None or keys.start >= last - self.left):
+            if (self.right is None or keys.stop - 1 <= first + self.right) and (
+                self.left is None or keys.start >= last - self.left
+            ):
                 return None
         if self.offset is not None:
             rows = slice(0, 1)  # rows of different pasts differ in their positions but not in their distances
@@ -106,7 +108,10 @@ class Layout:
         if self.left is not None:
             near = k >= q - self.left
             mask = near if mask is None else mask & near
-        for valid, index in ((self.query_valid, (slice(None), queries, None)), (self.key_valid, (slice(None), None, keys))):
+        for valid, index in (
+            (self.query_valid, (slice(None), queries, None)),
+            (self.key_valid, (slice(None), None, keys)),
+        ):
             if valid is not None:
                 part = _rows(valid, rows)[index]
                 mask = part if mask is None else mask & part
@@ -118,7 +123,9 @@ class Layout:
 
     def distance(self, queries: slice, keys: slice, rows: slice = slice(None)) -> Tensor:
         """|position difference| of a tile, ``[b, Lq', Lk']`` int64: exact in every dtype of the scores."""
-        return (_rows(self.query_position, rows)[:, queries, None] - _rows(self.key_position, rows)[:, None, keys]).abs()
+        return (
+            _rows(self.query_position, rows)[:, queries, None] - _rows(self.key_position, rows)[:, None, keys]
+        ).abs()
 
     def bias(self, queries: slice, keys: slice, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor | None:
         """Log-weights of a tile, ``[b, h, Lq', Lk']`` (b, h may be 1), or None if all are 0."""
@@ -136,7 +143,15 @@ class Layout:
         return total
 
 
-def tokens(merged: Merged, batch: int, query_heads: int, key_heads: int, query_length: int, key_length: int, device: torch.device) -> Tokens:
+def tokens(
+    merged: Merged,
+    batch: int,
+    query_heads: int,
+    key_heads: int,
+    query_length: int,
+    key_length: int,
+    device: torch.device,
+) -> Tokens:
     """Lay a structure over a call's own tokens."""
     key_valid, query_valid = _validity(merged, batch, query_length, key_length, device)
     shift = key_length - query_length
@@ -153,9 +168,13 @@ def tokens(merged: Merged, batch: int, query_heads: int, key_heads: int, query_l
             query_rank = query_valid.cumsum(1) - 1 + (count - query_valid.sum(1)).unsqueeze(1)
     if merged.documents is not None:
         if query_length != key_length:
-            raise InvalidArgument(f"Documents: queries and keys must be the same tokens, but there are {query_length} and {key_length}.")
+            raise InvalidArgument(
+                f"Documents: queries and keys must be the same tokens, but there are {query_length} and {key_length}."
+            )
         bounds = merged.documents.bounds(key_length)
-        starts = torch.tensor(bounds[:-1], device=device).repeat_interleave(torch.tensor(np.diff(bounds), device=device))
+        starts = torch.tensor(bounds[:-1], device=device).repeat_interleave(
+            torch.tensor(np.diff(bounds), device=device)
+        )
         key_rank = query_rank = key_rank - starts
     key_log = query_log = None
     if merged.decay is not None:
@@ -177,7 +196,9 @@ def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
         query_position = query_position + seen
         if past.valid is not None or key_valid is not None:
             ones = [torch.ones_like(p, dtype=torch.bool) for p in (past.position, own.key_rank)]
-            key_valid = _join(past.valid if past.valid is not None else ones[0], key_valid if key_valid is not None else ones[1])
+            key_valid = _join(
+                past.valid if past.valid is not None else ones[0], key_valid if key_valid is not None else ones[1]
+            )
             offset = None
         elif offset is not None:
             offset += past.position.shape[1]
@@ -188,7 +209,9 @@ def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
     if merged.documents is not None:
         bounds = merged.documents.bounds(own.key_rank.shape[1])
         device = own.key_rank.device
-        document = torch.arange(len(bounds) - 1, device=device).repeat_interleave(torch.tensor(np.diff(bounds), device=device))
+        document = torch.arange(len(bounds) - 1, device=device).repeat_interleave(
+            torch.tensor(np.diff(bounds), device=device)
+        )
     return Layout(
         query_position=query_position,
         key_position=key_position,
@@ -210,14 +233,18 @@ def with_gradients(plan: Layout, slopes: Tensor | None, query_log: Tensor | None
     return replace(plan, slopes=slopes, query_log=query_log, key_log=key_log)
 
 
-def _validity(merged: Merged, batch: int, query_length: int, key_length: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def _validity(
+    merged: Merged, batch: int, query_length: int, key_length: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
     padding = merged.padding
     if padding is None:
         return None, None
     if padding.lengths is not None:
         lengths = padding.lengths.to(device)
         if lengths.shape != (batch,):
-            raise InvalidArgument(f"Padding: lengths must have one entry per batch row, [{batch}], not {list(lengths.shape)}.")
+            raise InvalidArgument(
+                f"Padding: lengths must have one entry per batch row, [{batch}], not {list(lengths.shape)}."
+            )
         if bool(((lengths < 0) | (lengths > key_length)).any()):
             raise InvalidArgument(f"Padding: lengths must lie between 0 and the key length {key_length}.")
         valid = torch.arange(key_length, device=device) < lengths.unsqueeze(1)
@@ -225,11 +252,16 @@ def _validity(merged: Merged, batch: int, query_length: int, key_length: int, de
         assert padding.mask is not None
         valid = padding.mask.to(device)
         if valid.shape != (batch, key_length):
-            raise InvalidArgument(f"Padding: mask must be [batch, key length] = [{batch}, {key_length}], not {list(valid.shape)}.")
+            raise InvalidArgument(
+                f"Padding: mask must be [batch, key length] = [{batch}, {key_length}], not {list(valid.shape)}."
+            )
     if padding.queries is not None:
         queries = padding.queries.to(device)
         if queries.shape != (batch, query_length):
-            raise InvalidArgument(f"Padding: queries must be [batch, query length] = [{batch}, {query_length}], not {list(queries.shape)}.")
+            raise InvalidArgument(
+                f"Padding: queries must be [batch, query length] = [{batch}, {query_length}], not "
+                f"{list(queries.shape)}."
+            )
         return valid, queries
     if not merged.ordered:
         return valid, None
@@ -238,13 +270,21 @@ def _validity(merged: Merged, batch: int, query_length: int, key_length: int, de
     return valid, torch.nn.functional.pad(valid, (query_length - key_length, 0), value=True)
 
 
-def _cumulative_log(merged: Merged, batch: int, query_heads: int, key_heads: int, key_length: int, valid: Tensor | None) -> Tensor:
+def _cumulative_log(
+    merged: Merged, batch: int, query_heads: int, key_heads: int, key_length: int, valid: Tensor | None
+) -> Tensor:
     assert merged.decay is not None
     logs = merged.decay.logs()
     if logs.shape[1] not in (1, key_heads, query_heads):
-        raise InvalidArgument(f"Decay: {logs.shape[1]} heads given; allowed are 1, {key_heads} (key heads) or {query_heads} (query heads).")
+        raise InvalidArgument(
+            f"Decay: {logs.shape[1]} heads given; allowed are 1, {key_heads} (key heads) or {query_heads} (query "
+            "heads)."
+        )
     if merged.decay.per_token and (logs.shape[0] != batch or logs.shape[-1] != key_length):
-        raise InvalidArgument(f"Decay: per-token rates must be [{batch}, heads, {key_length}] (batch, heads, key length), not {list(logs.shape)}.")
+        raise InvalidArgument(
+            f"Decay: per-token rates must be [{batch}, heads, {key_length}] (batch, heads, key length), not "
+            f"{list(logs.shape)}."
+        )
     logs = logs.expand(-1, -1, key_length)
     if logs.shape[1] not in (1, query_heads):
         logs = logs.repeat_interleave(query_heads // key_heads, dim=1)

@@ -1,6 +1,7 @@
 """Names of attentions, as used on the command line and in configurations: ``<kernel>-<normaliser>``.
 
-    softmax = exp-sum    exp-l2    exp-rms    taylor2-sum    taylor4-l2    elu-sum    relu-sum    cosine-l2    power2-sum    ...
+    softmax = exp-sum    exp-l2    exp-rms    taylor2-sum    taylor4-l2    elu-sum    relu-sum    cosine-l2
+    power2-sum    ...
 
 A closed registry: a name never becomes an import path.
 """
@@ -9,11 +10,19 @@ from __future__ import annotations
 
 import re
 
-from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Relu, Taylor
+from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
 from mercer.errors import InvalidArgument
 
-KERNELS: dict[str, type[Kernel]] = {"exp": Exp, "taylor": Taylor, "elu": Elu, "relu": Relu, "cosine": Cosine, "power": Power}
+KERNELS: dict[str, type[Kernel]] = {
+    "exp": Exp,
+    "taylor": Taylor,
+    "elu": Elu,
+    "relu": Relu,
+    "cosine": Cosine,
+    "gaussian": Gaussian,
+    "power": Power,
+}
 NORMALIZERS: dict[str, type[Normalizer]] = {"sum": Sum, "l2": L2, "rms": RMS, "identity": Identity}
 ALIASES = {"softmax": "exp-sum", "linear": "elu-sum"}
 _NUMBERED: tuple[type[Kernel], ...] = (Taylor, Power)
@@ -34,8 +43,9 @@ def parse_attention(name: str) -> tuple[Kernel, Normalizer]:
             if not signed or "signed" in kernel.__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
                 return kernel(*([int(number)] if number else []), **flags), normalizer()
     raise InvalidArgument(
-        f"Unknown attention {name!r}: write {', '.join(ALIASES)} or KERNEL-NORMALISER with a kernel of exp, taylorN, elu, relu, cosine, powerN "
-        f"(or KERNEL-signed) and a normaliser of {', '.join(NORMALIZERS)}, for example taylor4-l2."
+        f"Unknown attention {name!r}: write {', '.join(ALIASES)} or KERNEL-NORMALISER with a kernel of exp, taylorN, "
+        "elu, relu, cosine, gaussian, powerN (or KERNEL-signed) "
+        f"and a normaliser of {', '.join(NORMALIZERS)}, for example taylor4-l2."
     )
 
 

@@ -1,10 +1,12 @@
 """Normalisers: what turns the weighted sum of values u_i = sum_j w_ij K(q_i, k_j) v_j into an output.
 
-A normaliser receives the numerator u and, if it asks for it, the denominator d_i = sum_j w_ij K(q_i, k_j). It declares whether it
-is *scale invariant*, that is whether N(c u, c d) = N(u, d) for every row factor c > 0; then the row maximum of the exponential
-kernel may be left out, and exp(S)V / |exp(S)V| is computed as stably as softmax. An empty row, u = 0, gives zeros.
+A normaliser receives the numerator u and, if it asks for it, the denominator d_i = sum_j w_ij K(q_i, k_j). It
+declares whether it is *scale invariant*, that is whether N(c u, c d) = N(u, d) for every row factor c > 0; then the
+row maximum of the exponential kernel may be left out, and exp(S)V / |exp(S)V| is computed as stably as softmax. An
+empty row, u = 0, gives zeros.
 
-Writing one's own: subclass :class:`Normalizer`, set the two flags and give ``apply``; it is ordinary differentiable torch code.
+Writing one's own: subclass :class:`Normalizer`, set the two flags and give ``apply``; it is ordinary differentiable
+torch code.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class Normalizer(ABC):
     def apply(self, numerator: Tensor, denominator: Tensor | None) -> Tensor:
         """The output ``[B, Hq, L, Dv]`` from a numerator ``[B, Hq, L, Dv]`` and a denominator ``[B, Hq, L]``.
 
-        Both come in float32 (float64 for float64 inputs). A denominator of None where one is needed means that every row is
-        divided already: the sums are 1.
+        Both come in float32 (float64 for float64 inputs). A denominator of None where one is needed means that every
+        row is divided already: the sums are 1.
         """
 
 
@@ -71,7 +73,8 @@ class L2(Normalizer):
 
 @dataclass(frozen=True, eq=False)
 class RMS(Normalizer):
-    """o = gain * u / sqrt(mean(u^2)) = sqrt(Dv) gain * u / |u| over the head dimension. Scale invariant, without epsilon.
+    """o = gain * u / sqrt(mean(u^2)) = sqrt(Dv) gain * u / |u| over the head dimension. Scale invariant, without
+    epsilon.
 
     Args:
         gain: None, or a tensor ``[Hq]`` or ``[Hq, Dv]`` that multiplies the output (a parameter of the caller).
@@ -134,4 +137,6 @@ def _with_gain(out: Tensor, gain: Tensor | None) -> Tensor:
         return out * gain.view(heads, 1, 1).to(out.dtype)
     if gain.shape == (heads, dim):
         return out * gain.view(heads, 1, dim).to(out.dtype)
-    raise InvalidArgument(f"gain must have shape [{heads}] or [{heads}, {dim}] (heads, value dimension), not {list(gain.shape)}.")
+    raise InvalidArgument(
+        f"gain must have shape [{heads}] or [{heads}, {dim}] (heads, value dimension), not {list(gain.shape)}."
+    )

@@ -1,7 +1,8 @@
 """The specification: the equation as a literal double loop over queries and keys, in float64.
 
-Slow on purpose, and written from the formulas alone: it shares no step with the forms, only the values that say what to compute.
-Every form, path and chunk size must equal it, and so must every gradient (it is ordinary differentiable torch code).
+Slow on purpose, and written from the formulas alone: it shares no step with the forms, only the values that say what
+to compute. Every form, path and chunk size must equal it, and so must every gradient (it is ordinary differentiable
+torch code).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def reference_attention(
     structure: Structure | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """o_i = N( sum_j w_ij K(q_i, k_j) v_j ), pair by pair; arguments and result as of :func:`mercer.attention`, in float64."""
+    """o_i = N( sum_j w_ij K(q_i, k_j) v_j ), pair by pair; arguments and result as of :func:`mercer.attention`, in
+    float64.
+    """
     kernel, normalizer, structure = kernel or Exp(), normalizer or Sum(), structure or Full()
     query, key, value = query.double(), key.double(), value.double()
     batch, heads, length, dim = query.shape
@@ -42,15 +45,21 @@ def reference_attention(
             k = key[:, :, j].repeat_interleave(groups, 1)
             v = value[:, :, j].repeat_interleave(groups, 1)
             visible, log_weight = weigh(i, j)
-            pair = torch.where(visible.unsqueeze(1), log_weight.exp() * kernel_value(kernel, query[:, :, i], k, scale), 0.0)
+            pair = torch.where(
+                visible.unsqueeze(1), log_weight.exp() * kernel_value(kernel, query[:, :, i], k, scale), 0.0
+            )
             numerator = numerator + pair.unsqueeze(-1) * v
             denominator = denominator + pair
         rows.append(_normalise(normalizer, numerator, denominator))
     return torch.stack(rows, 2) if rows else value.new_zeros(batch, heads, 0, value.shape[-1])
 
 
-def reference_state(key: Tensor, value: Tensor, kernel: Kernel, structure: Structure | None = None, heads: int | None = None) -> tuple[Tensor, Tensor]:
-    """S = sum_j w_j phi(k_j) v_j^T ``[B, H, F, Dv]`` and z = sum_j w_j phi(k_j) ``[B, H, F]`` after the last key, in float64."""
+def reference_state(
+    key: Tensor, value: Tensor, kernel: Kernel, structure: Structure | None = None, heads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """S = sum_j w_j phi(k_j) v_j^T ``[B, H, F, Dv]`` and z = sum_j w_j phi(k_j) ``[B, H, F]`` after the last key, in
+    float64.
+    """
     key, value = key.double(), value.double()
     batch, key_heads, length, _ = key.shape
     heads = key_heads if heads is None else heads
@@ -58,7 +67,9 @@ def reference_state(key: Tensor, value: Tensor, kernel: Kernel, structure: Struc
     phi = [monomial_features(kernel, key[:, :, j].repeat_interleave(heads // key_heads, 1)) for j in range(length)]
     features = sum(
         (
-            torch.where(seen[:, None, None, None], log.exp()[..., None, None] * phi[j].unsqueeze(-1) * v.unsqueeze(-2), 0.0)
+            torch.where(
+                seen[:, None, None, None], log.exp()[..., None, None] * phi[j].unsqueeze(-1) * v.unsqueeze(-2), 0.0
+            )
             for j in range(length)
             for seen, log in [weigh.absorbed(j)]
             for v in [value[:, :, j].repeat_interleave(heads // key_heads, 1)]
@@ -66,7 +77,11 @@ def reference_state(key: Tensor, value: Tensor, kernel: Kernel, structure: Struc
         start=torch.zeros((), dtype=torch.float64),
     )
     mass = sum(
-        (torch.where(seen[:, None, None], log.exp()[..., None] * phi[j], 0.0) for j in range(length) for seen, log in [weigh.absorbed(j)]),
+        (
+            torch.where(seen[:, None, None], log.exp()[..., None] * phi[j], 0.0)
+            for j in range(length)
+            for seen, log in [weigh.absorbed(j)]
+        ),
         start=torch.zeros((), dtype=torch.float64),
     )
     return torch.as_tensor(features), torch.as_tensor(mass)
@@ -166,7 +181,10 @@ class _Weights:
                     self.query_real = [[j < 0 or row[j] for j in range(keys - queries, keys)] for row in self.key_real]
         # A token's position counts the real tokens before it; queries end where keys end.
         self.key_at = [[sum(row[:j]) for j in range(keys)] for row in self.key_real]
-        self.query_at = [[sum(real) - sum(row[i:]) for i in range(queries)] for real, row in zip(self.key_real, self.query_real, strict=True)]
+        self.query_at = [
+            [sum(real) - sum(row[i:]) for i in range(queries)]
+            for real, row in zip(self.key_real, self.query_real, strict=True)
+        ]
 
     def __call__(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """Visibility ``[B]`` and log-weight ``[B, H]`` of query i and key j."""
@@ -178,14 +196,20 @@ class _Weights:
                 if isinstance(part, Causal):
                     visible[b] = visible[b] and ahead <= 0
                 elif isinstance(part, Window):
-                    visible[b] = visible[b] and (part.left is None or -ahead <= part.left) and (part.right is None or ahead <= part.right)
+                    visible[b] = (
+                        visible[b]
+                        and (part.left is None or -ahead <= part.left)
+                        and (part.right is None or ahead <= part.right)
+                    )
                 elif isinstance(part, Documents):
                     stops = part.offsets.tolist()[1:]
                     visible[b] = visible[b] and sum(i >= s for s in stops) == sum(j >= s for s in stops)
                 elif not isinstance(part, Full | Padding | Alibi | Decay):
                     raise Unsupported(f"The reference does not know {type(part).__name__}.")
             if isinstance(part, Alibi):
-                gap = torch.tensor([abs(self.key_at[b][j] - self.query_at[b][i]) for b in range(self.batch)], dtype=torch.float64)
+                gap = torch.tensor(
+                    [abs(self.key_at[b][j] - self.query_at[b][i]) for b in range(self.batch)], dtype=torch.float64
+                )
                 log = log - part.slopes.double() * gap.unsqueeze(1)
             elif isinstance(part, Decay):
                 log = log + self._decay(part, j, [q + self.keys - self.queries for q in [i] * self.batch])

@@ -1,14 +1,16 @@
 """States: what the past leaves behind. A state is a value: no call changes one that the caller holds.
 
-:class:`FeatureState` is the fixed-size state of a finite kernel; :class:`CacheState` keeps keys and values, for kernels or structures
-that need them. Keeping an old state is all that going back takes, and two continuations of one state do not touch each other.
+:class:`FeatureState` is the fixed-size state of a finite kernel; :class:`CacheState` keeps keys and values, for
+kernels or structures that need them. Keeping an old state is all that going back takes, and two continuations of one
+state do not touch each other.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,25 +56,27 @@ class State(ABC):
             raise InvalidArgument(f"A {kind.__name__} has no tensors {sorted(set(values) - names)}.")
         needed = {f.name for f in fields(kind) if f.default is MISSING}
         if needed - set(values):
-            raise InvalidArgument(f"A {kind.__name__} needs the tensors {sorted(needed - set(values))}, which are missing.")
+            raise InvalidArgument(
+                f"A {kind.__name__} needs the tensors {sorted(needed - set(values))}, which are missing."
+            )
         return kind(**values)
 
-    def _map(self, change: Any) -> Any:
-        changed = {f.name: change(getattr(self, f.name)) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}  # pyright: ignore[reportArgumentType]
-        return replace(self, **changed)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        values = {name: change(v) if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+        return type(self)(**values)
 
-    def clone(self) -> Any:
+    def clone(self) -> Self:
         """A copy that shares no memory."""
         return self._map(lambda t: t.clone())
 
-    def detach(self) -> Any:
+    def detach(self) -> Self:
         """The same values, cut from the graph."""
         return self._map(lambda t: t.detach())
 
-    def to(self, device: torch.device | str) -> Any:
+    def to(self, device: torch.device | str) -> Self:
         return self._map(lambda t: t.to(device))
 
-    def select(self, index: Tensor) -> Any:
+    def select(self, index: Tensor) -> Self:
         """The states of the batch rows ``index`` (integers, repeats allowed, or a boolean mask), in that order."""
         rows = index.nonzero().squeeze(-1) if index.dtype == torch.bool else index
         batch = self.batch
@@ -106,7 +110,8 @@ class FeatureState(State):
         """The state of this state's tokens followed by ``later``'s. Associative; without decay commutative too."""
         if self.kernel != later.kernel or self.features.shape != later.features.shape:
             raise InvalidArgument(
-                f"Cannot merge a state of {self.kernel} {list(self.features.shape)} with one of {later.kernel} {list(later.features.shape)}."
+                f"Cannot merge a state of {self.kernel} {list(self.features.shape)} with one of {later.kernel} "
+                f"{list(later.features.shape)}."
             )
         if (self.mass is None) != (later.mass is None):
             raise InvalidArgument("Cannot merge a state that has a mass (denominators) with one that has none.")

@@ -1,16 +1,19 @@
-"""Structures: who may see whom, and how strongly. A structure is a log-weight: w_ij = exp(bias_ij), 0 where j is hidden from i.
+"""Structures: who may see whom, and how strongly. A structure is a log-weight: w_ij = exp(bias_ij), 0 where j is
+hidden from i.
 
-Structures compose with ``&``: visibilities intersect and log-weights add, so ``Causal() & Window(255, 0) & Padding(lengths=n)`` is
-a padded sliding window. What a structure needs to know of the tensors (lengths, batch, heads) it learns when it is used.
+Structures compose with ``&``: visibilities intersect and log-weights add, so ``Causal() & Window(255, 0) &
+Padding(lengths=n)`` is a padded sliding window. What a structure needs to know of the tensors (lengths, batch, heads)
+it learns when it is used.
 
 Positions. Queries are aligned with the *last* keys (bottom-right): with Lq queries and Lk keys query i stands where key
-i + Lk - Lq stands. A token that :class:`Padding` hides is as if absent: it adds nothing, decays nothing and does not count in any
-position or distance, so a sequence gives the same answer alone and padded left, right or inside.
+i + Lk - Lq stands. A token that :class:`Padding` hides is as if absent: it adds nothing, decays nothing and does not
+count in any position or distance, so a sequence gives the same answer alone and padded left, right or inside.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -87,8 +90,9 @@ class Padding(Structure):
     Args:
         mask: boolean ``[B, Lk]``, True for a real token; padding may stand anywhere.
         lengths: integers ``[B]``: the first ``lengths[b]`` keys are real.
-        queries: boolean ``[B, Lq]``, True for a real query; rows of the others are zero. By default the tail of ``mask`` under a
-            structure that orders its tokens (causal, window, decay: self-attention), and all True otherwise (cross-attention).
+        queries: boolean ``[B, Lq]``, True for a real query; rows of the others are zero. By default the tail of
+            ``mask`` under a structure that orders its tokens (causal, window, decay: self-attention), and all True
+            otherwise (cross-attention).
     """
 
     mask: Tensor | None = None
@@ -101,10 +105,13 @@ class Padding(Structure):
         for name, value in (("mask", self.mask), ("queries", self.queries)):
             if value is not None and (value.dtype != torch.bool or value.dim() != 2):
                 raise InvalidArgument(
-                    f"Padding: {name} must be a boolean [batch, length] tensor (True = real token), not {value.dtype} {list(value.shape)}."
+                    f"Padding: {name} must be a boolean [batch, length] tensor (True = real token), not "
+                    f"{value.dtype} {list(value.shape)}."
                 )
         if self.lengths is not None and (self.lengths.dim() != 1 or self.lengths.is_floating_point()):
-            raise InvalidArgument(f"Padding: lengths must be integers [batch], not {self.lengths.dtype} {list(self.lengths.shape)}.")
+            raise InvalidArgument(
+                f"Padding: lengths must be integers [batch], not {self.lengths.dtype} {list(self.lengths.shape)}."
+            )
 
     def __str__(self) -> str:
         return "Padding(mask)" if self.mask is not None else "Padding(lengths)"
@@ -115,8 +122,8 @@ class Documents(Structure):
     """Sequences packed one behind the other: a token sees only its own document. Query and key lengths must be equal.
 
     Args:
-        offsets: integers ``[N + 1]``, from 0 to L, not decreasing: document d is tokens offsets[d] .. offsets[d+1] - 1. Lengths of 0
-            are allowed. Read anew at every call.
+        offsets: integers ``[N + 1]``, from 0 to L, not decreasing: document d is tokens offsets[d] .. offsets[d+1] -
+            1. Lengths of 0 are allowed. Read anew at every call.
 
     States, given and returned, then have one batch entry per document: entry b * N + d is document d of batch row b.
     """
@@ -125,13 +132,18 @@ class Documents(Structure):
 
     def __post_init__(self) -> None:
         if self.offsets.dim() != 1 or self.offsets.numel() < 2 or self.offsets.is_floating_point():
-            raise InvalidArgument(f"Documents: offsets must be integers [N + 1], N at least 1, not {self.offsets.dtype} {list(self.offsets.shape)}.")
+            raise InvalidArgument(
+                f"Documents: offsets must be integers [N + 1], N at least 1, not {self.offsets.dtype} "
+                f"{list(self.offsets.shape)}."
+            )
 
     def bounds(self, length: int) -> list[int]:
         """The offsets as a list, checked against the length of the packed sequence."""
         bounds: list[int] = self.offsets.tolist()
-        if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
-            raise InvalidArgument(f"Documents: offsets must rise from 0 to the packed length {length}, not {_short(bounds)}.")
+        if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in pairwise(bounds)):
+            raise InvalidArgument(
+                f"Documents: offsets must rise from 0 to the packed length {length}, not {_short(bounds)}."
+            )
         return bounds
 
     def __str__(self) -> str:
@@ -164,14 +176,18 @@ class Alibi(Structure):
 
 @dataclass(frozen=True, eq=False)
 class Decay(Structure):
-    """Log-weight sum_{t=j+1..i} log(rate_t): every step multiplies what was seen before by its rate. Needs a causal structure.
+    """Log-weight sum_{t=j+1..i} log(rate_t): every step multiplies what was seen before by its rate. Needs a causal
+    structure.
 
-    Under a finite kernel this is the decay of RetNet (per head) and of gated linear recurrences with scalar gates (per token); under
-    :class:`~mercer.Exp` it is the forgetting attention of Lin et al. 2025. Differentiable in the rates.
+    Under a finite kernel this is the decay of RetNet (per head) and of gated linear recurrences with scalar gates
+    (per token); under :class:`~mercer.Exp` it is the forgetting attention of Lin et al. 2025. Differentiable in the
+    rates.
 
     Args:
-        rate: ``[H]`` per head or ``[B, H, L]`` per token, in (0, 1]; H is 1, the number of key heads, or of query heads; L that of keys.
-        log_rate: the same as logarithms, 0 or less. Give exactly one of the two; gates near 1 keep their precision as logarithms.
+        rate: ``[H]`` per head or ``[B, H, L]`` per token, in (0, 1]; H is 1, the number of key heads, or of query
+            heads; L that of keys.
+        log_rate: the same as logarithms, 0 or less. Give exactly one of the two; gates near 1 keep their precision as
+            logarithms.
 
     Source: Sun et al. 2023 (RetNet), arXiv 2307.08621; Lin et al. 2025 (Forgetting Transformer), arXiv 2503.02130.
     """
@@ -230,7 +246,9 @@ class Merged:
         return self.alibi is not None or self.decay is not None
 
     def without_documents(self, padding: Padding) -> Structure:
-        """The same structure for documents laid out as a padded batch (per-token decay must be re-laid by the caller)."""
+        """The same structure for documents laid out as a padded batch (per-token decay must be re-laid by the
+        caller).
+        """
         parts: list[Structure] = [Window(self.left, self.right), padding]
         parts += [p for p in (self.alibi, self.decay) if p is not None]
         return Both(tuple(parts))
@@ -253,12 +271,18 @@ def merge(structure: Structure) -> Merged:
                 raise Unsupported(f"Two {kind.__name__} in one structure: combine their tensors into one.")
             found[kind] = part
         else:
-            raise Unsupported(f"{type(part).__name__} is not a structure that the forms know; compose the ones in mercer.core.structures.")
+            raise Unsupported(
+                f"{type(part).__name__} is not a structure that the forms know; compose the ones in "
+                "mercer.core.structures."
+            )
     padding, documents, alibi, decay = (found.get(kind) for kind in (Padding, Documents, Alibi, Decay))
     if decay is not None and right != 0:
         raise Unsupported("Decay needs a causal structure: write Causal() & Decay(...).")
     if padding is not None and documents is not None:
-        raise Unsupported("Padding together with Documents: leave the padding tokens out of the packed sequence, or make them a document.")
+        raise Unsupported(
+            "Padding together with Documents: leave the padding tokens out of the packed sequence, or make them a "
+            "document."
+        )
     return Merged(left, right, padding, documents, alibi, decay)  # pyright: ignore[reportArgumentType]
 
 

@@ -1,7 +1,7 @@
 """One table of what works: kernel x normaliser x structure x form x path.
 
-:func:`unsupported` is the rule; the dispatcher asks it before anything runs, the contract tests walk :func:`table`, and the
-documentation prints it. A cell that does not work has a reason that says what would.
+:func:`unsupported` is the rule; the dispatcher asks it before anything runs, the contract tests walk :func:`table`,
+and the documentation prints it. A cell that does not work has a reason that says what would.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ class Sizes:
 
 
 def unsupported(
-    kernel: Kernel, normalizer: Normalizer, merged: Merged, form: str, path: str, sizes: Sizes | None = None, stateful: bool = False
+    kernel: Kernel,
+    normalizer: Normalizer,
+    merged: Merged,
+    form: str,
+    path: str,
+    sizes: Sizes | None = None,
+    stateful: bool = False,
 ) -> str | None:
     """Why a combination does not work, as a sentence that says what would; None if it works."""
     if normalizer.needs_denominator and not kernel.positive and not kernel.allows_negative_denominator:
@@ -47,7 +53,10 @@ def unsupported(
             "an even order, or say signed=True to the kernel."
         )
     if stateful and merged.right not in (None, 0):
-        return f"A state cannot serve a window that looks {merged.right} tokens ahead: use right=0, or run the whole sequence at once."
+        return (
+            f"A state cannot serve a window that looks {merged.right} tokens ahead: use right=0, "
+            "or run the whole sequence at once."
+        )
     if path == "features":
         return _features_unsupported(kernel, merged, form, sizes, stateful)
     if form == "recurrent" and merged.right not in (None, 0):
@@ -70,17 +79,21 @@ def _features_unsupported(kernel: Kernel, merged: Merged, form: str, sizes: Size
         return None
     if stateful and merged.right == 0 and sizes.query_length > sizes.key_length:
         return (
-            f"{sizes.query_length} causal queries against {sizes.key_length} new keys would read states from before this one: "
+            f"{sizes.query_length} causal queries against {sizes.key_length} new keys would read states from before "
+            "this one: "
             "use path='pairs', or pass as many keys as queries."
         )
     features = kernel.feature_dim(sizes.dim)
     assert features is not None
     heads = sizes.query_heads if merged.alibi is not None else sizes.key_heads
-    needed = sizes.itemsize * max(sizes.batch * heads * features * (sizes.value_dim + 1), features * sizes.query_heads // sizes.key_heads)
+    needed = sizes.itemsize * max(
+        sizes.batch * heads * features * (sizes.value_dim + 1), features * sizes.query_heads // sizes.key_heads
+    )
     if needed > FEATURE_MEMORY_LIMIT:
         return (
             f"{kernel} at head dimension {sizes.dim} has {features:,} features, a state of {needed / 2**30:,.1f} GiB "
-            f"(limit {FEATURE_MEMORY_LIMIT / 2**30:.0f} GiB): use path='pairs', a lower order or a smaller head dimension."
+            f"(limit {FEATURE_MEMORY_LIMIT / 2**30:.0f} GiB): use path='pairs', a lower order or a smaller head "
+            "dimension."
         )
     return None
 

@@ -29,10 +29,11 @@ class _Profile(torch.autograd.Function):
 def weights(
     query: Tensor, key: Tensor, kernel: Kernel, layout: Layout, queries: tuple[int, int], keys: tuple[int, int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Unnormalised weights ``[B, Hq, Lq, Lk]`` and, for an exponential kernel, the log factor ``[B, Hq, Lq]`` taken out of each row.
+    """Unnormalised weights ``[B, Hq, Lq, Lk]`` and, for an exponential kernel, the log factor ``[B, Hq, Lq]`` taken
+    out of each row.
 
-    ``query`` (mapped and scaled) is ``[B, Hq, Lq, D]``, ``key`` (mapped) ``[B, Hk, Lk, D]``; they are the rows ``queries`` and the
-    columns ``keys`` (start, stop) of the layout.
+    ``query`` (mapped and scaled) is ``[B, Hq, Lq, D]``, ``key`` (mapped) ``[B, Hk, Lk, D]``; they are the rows
+    ``queries`` and the columns ``keys`` (start, stop) of the layout.
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1) if groups > 1 else key
@@ -66,8 +67,12 @@ def dense(
     queries: tuple[int, int] | None = None,
     keys: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Numerator ``[B, Hq, Lq, Dv]``, denominator ``[B, Hq, Lq]`` if needed, and log row factor ``[B, Hq, Lq]`` for exponential kernels."""
-    weight, peak = weights(query, key, kernel, layout, queries or (0, layout.query_length), keys or (0, layout.key_length))
+    """Numerator ``[B, Hq, Lq, Dv]``, denominator ``[B, Hq, Lq]`` if needed, and log row factor ``[B, Hq, Lq]`` for
+    exponential kernels.
+    """
+    weight, peak = weights(
+        query, key, kernel, layout, queries or (0, layout.query_length), keys or (0, layout.key_length)
+    )
     groups = query.shape[1] // value.shape[1]
     value = value.repeat_interleave(groups, dim=1) if groups > 1 else value
     return weight @ value, weight.sum(-1) if needs_denominator else None, peak

@@ -1,4 +1,5 @@
-"""Packed documents, laid out as padded batches: documents of similar length run together, each at most doubled in length.
+"""Packed documents, laid out as padded batches: documents of similar length run together, each at most doubled in
+length.
 
 The forms that carry a state then need no notion of a document, and every document has its own initial and final state.
 """
@@ -6,6 +7,7 @@ The forms that carry a state then need no notion of a document, and every docume
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,9 +23,11 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
     assert call.merged.documents is not None
     batch, length = call.query.shape[0], call.query.shape[2]
     if call.key.shape[2] != length:
-        raise InvalidArgument(f"Documents: queries and keys must be the same tokens, but there are {length} and {call.key.shape[2]}.")
+        raise InvalidArgument(
+            f"Documents: queries and keys must be the same tokens, but there are {length} and {call.key.shape[2]}."
+        )
     bounds = call.merged.documents.bounds(length)
-    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
     states: dict[int, State] = {}
     for members in _by_length(sizes).values():
@@ -48,7 +52,10 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
         keep = real.flatten().nonzero().squeeze(-1)
         out = out.index_copy(2, index[keep], flat.index_select(2, keep))
         if after is not None:
-            states |= {int(entry): after.select(torch.tensor([row], device=device)) for row, entry in enumerate(entries.tolist())}
+            states |= {
+                int(entry): after.select(torch.tensor([row], device=device))
+                for row, entry in enumerate(entries.tolist())
+            }
     if not call.return_state:
         return out, None
     return out, _stack([states[entry] for entry in range(batch * len(sizes))])

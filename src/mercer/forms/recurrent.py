@@ -1,6 +1,7 @@
 """The recurrent form: one token at a time, in ordinary differentiable torch operations.
 
-With features a step is a rank-one update of the state and a read; with pairs it is one query against the keys it may see.
+With features a step is a rank-one update of the state and a read; with pairs it is one query against the keys it may
+see.
 """
 
 from __future__ import annotations
@@ -43,7 +44,16 @@ def pairs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Numerator, denominator and log row factor, as of ``dense``, row by row."""
     rows = [
-        dense(query[:, :, i : i + 1], key[:, :, low:high], value[:, :, low:high], kernel, layout, needs_denominator, (i, i + 1), (low, high))
+        dense(
+            query[:, :, i : i + 1],
+            key[:, :, low:high],
+            value[:, :, low:high],
+            kernel,
+            layout,
+            needs_denominator,
+            (i, i + 1),
+            (low, high),
+        )
         for i in range(layout.query_length)
         for low, high in [layout.span(i, i + 1)]
     ]

@@ -71,12 +71,13 @@ def _pairs(
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
     mapped_key = call.kernel.map_key(key.to(precision))
-    form = (
-        sdpa if call.backend == "sdpa" else {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
-    )
-    numerator, denominator, peak = form(
-        mapped_query, mapped_key, value.to(precision), call.kernel, view, call.normalizer.needs_denominator
-    )
+    mapped = (mapped_query, mapped_key, value.to(precision))
+    denominator = peak = None
+    if call.backend == "sdpa":
+        numerator = sdpa(*mapped, view)
+    else:
+        form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
+        numerator, denominator, peak = form(*mapped, call.kernel, view, call.normalizer.needs_denominator)
     if peak is not None and not call.normalizer.scale_invariant:
         numerator, denominator = _restore(call, numerator, denominator, peak)
     after = _cache(call, own, view, key, value) if call.return_state else None

@@ -1,13 +1,15 @@
 """The chunked form of finite kernels: a feature state carried from chunk to chunk.
 
-With G the cumulative log-decay, S_0 the initial state, and chunks of C tokens that begin after time s and end at time e,
+With G the cumulative log-decay, S_0 the initial state, and chunks of C tokens that begin after time s and end at time
+e,
 
     o_i = sum_{j <= i in chunk} exp(G_i - G_j) f(q_i . k_j) v_j  +  exp(G_i - G_s) phi(q_i) S_s
     S_e = exp(G_e - G_s) S_s + sum_{j in chunk} exp(G_e - G_j) phi(k_j) v_j^T
 
-Every exponent is 0 or less. Only one state exists at a time. The backward pass sweeps twice: forwards, making the states again for
-the queries' gradients, and backwards, carrying the state's gradient for those of keys and values; so its memory is linear in the
-length too. The gradient of the decay needs no pairs at all: dG_i = <do_i, o_i> - <dv_i, v_i>, plus <dS, S> at the end.
+Every exponent is 0 or less. Only one state exists at a time. The backward pass sweeps twice: forwards, making the
+states again for the queries' gradients, and backwards, carrying the state's gradient for those of keys and values; so
+its memory is linear in the length too. The gradient of the decay needs no pairs at all: dG_i = <do_i, o_i> - <dv_i,
+v_i>, plus <dS, S> at the end.
 
 Shapes here: heads are merged into the batch, N = B * H; the g query heads of a group share a state.
 """
@@ -46,7 +48,7 @@ def chunked(
     return out, final
 
 
-def _chunk_length(kernel: Kernel, query: Tensor, key: Tensor, state: Tensor) -> int:
+def _chunk_length(query: Tensor, key: Tensor, state: Tensor) -> int:
     """Tokens per chunk: FEATURE_CHUNK, fewer if the features of a chunk would pass the workspace."""
     rows = query.shape[0] * max(query.shape[1], key.shape[1])
     return max(1, min(FEATURE_CHUNK, WORKSPACE // (rows * state.shape[2] * state.element_size())))
@@ -128,7 +130,7 @@ class _Causal(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, state: Tensor, kernel: Kernel
     ) -> tuple[Tensor, Tensor]:
-        sequence = _Sequence(query, key, value, log, _chunk_length(kernel, query, key, state))
+        sequence = _Sequence(query, key, value, log, _chunk_length(query, key, state))
         out = query.new_empty(*query.shape[:3], value.shape[-1])
         carry = state.flatten(0, 1).clone()
         for at in sequence.chunks():
@@ -154,7 +156,7 @@ class _Causal(torch.autograd.Function):
         query, key, value, log, state, out, final = ctx.saved_tensors
         kernel: Kernel = ctx.kernel
         grad_out, grad_final = grads
-        sequence = _Sequence(query, key, value, log, _chunk_length(kernel, query, key, state))
+        sequence = _Sequence(query, key, value, log, _chunk_length(query, key, state))
         grad_query = torch.empty_like(query)
         grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
         carry = state.flatten(0, 1).clone()
@@ -189,7 +191,7 @@ class _Causal(torch.autograd.Function):
             read, write = kernel.features(q), kernel.features(k)
             sent = v
             if decays is not None:
-                inside, since, until, whole = decays
+                inside, since, until, _ = decays
                 weight.mul_(inside)
                 grad_weight.mul_(inside)
                 sent, read = v * until, read * since
@@ -210,7 +212,11 @@ class _Causal(torch.autograd.Function):
 
 
 def _log_gradient(
-    sequence: _Sequence, log: Tensor, outs: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], finals: tuple[Tensor, Tensor]
+    sequence: _Sequence,
+    log: Tensor,
+    outs: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    finals: tuple[Tensor, Tensor],
 ) -> Tensor:
     def dot(pair: tuple[Tensor, Tensor]) -> Tensor:
         return (pair[0].double() * pair[1].double()).sum(-1)
@@ -228,7 +234,7 @@ class _Full(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, state: Tensor, kernel: Kernel
     ) -> tuple[Tensor, Tensor]:
-        chunk = _chunk_length(kernel, query, key, state)
+        chunk = _chunk_length(query, key, state)
         keys, queries = _Sequence(query, key, value, None, chunk), _Sequence(query, key, value, None, chunk)
         queries.length = query.shape[2]
         carry = state.flatten(0, 1).clone()

@@ -1,8 +1,9 @@
 """The chunked form over pairs: tiles of scores, any kernel and any structure, memory linear in the length.
 
-Forward, for each tile of queries: over tiles of the keys they can see, scores are made, weighted and summed; an exponential kernel
-keeps a running maximum and is left scaled by exp(-l), l the log-sum-exp of its row. Backward the scores are made again, tile by tile,
-so nothing of size Lq x Lk is ever stored. With w the weight of a pair and u, d the numerator and denominator of a row,
+Forward, for each tile of queries: over tiles of the keys they can see, scores are made, weighted and summed; an
+exponential kernel keeps a running maximum and is left scaled by exp(-l), l the log-sum-exp of its row. Backward the
+scores are made again, tile by tile, so nothing of size Lq x Lk is ever stored. With w the weight of a pair and u, d
+the numerator and denominator of a row,
 
     dw = <du, v> + dd        dv += w du        ds = dw * (w if exponential, else exp(bias) f'(s))        dbias = w dw
 
@@ -34,7 +35,9 @@ LOG2_E, LN_2 = 1 / math.log(2), math.log(2)
 def tiles(
     query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, layout: Layout, needs_denominator: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Numerator ``[B, Hq, Lq, Dv]``, denominator ``[B, Hq, Lq]`` if needed, and log row factor ``[B, Hq, Lq]`` for exponential kernels."""
+    """Numerator ``[B, Hq, Lq, Dv]``, denominator ``[B, Hq, Lq]`` if needed, and log row factor ``[B, Hq, Lq]`` for
+    exponential kernels.
+    """
     numerator, denominator, factor = _Tiles.apply(  # pyright: ignore[reportGeneralTypeIssues]
         query, key, value, layout.slopes, layout.query_log, layout.key_log, kernel, layout, needs_denominator
     )
@@ -131,7 +134,9 @@ class _Run:
             view.masked_fill_(hidden, 0)
 
     def hidden(self, slab: _Slab, queries: slice, keys: slice) -> Tensor | None:
-        """What is hidden of a tile, or None: boolean ``[b, 1, tq, tk]`` (True = hidden), or without padding 0 and -inf ``[1, 1, tq, tk]``."""
+        """What is hidden of a tile, or None: boolean ``[b, 1, tq, tk]`` (True = hidden), or without padding 0 and
+        -inf ``[1, 1, tq, tk]``.
+        """
         if self.layout.offset is None:
             mask = self.layout.visible(queries, keys, slab.rows)
             return None if mask is None else ~mask.unsqueeze(1)
@@ -139,7 +144,11 @@ class _Run:
         if where not in self.masks:  # without padding a mask depends on the tile's place relative to the diagonal alone
             mask = self.layout.visible(queries, keys)
             if mask is not None:
-                mask = torch.zeros(mask.shape, dtype=self.query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf).unsqueeze(1)
+                mask = (
+                    torch.zeros(mask.shape, dtype=self.query.dtype, device=mask.device)
+                    .masked_fill_(~mask, -torch.inf)
+                    .unsqueeze(1)
+                )
             self.masks[where] = mask
         return self.masks[where]
 
@@ -248,7 +257,13 @@ class _Gradients:
 
 
 def _exponential_rows(
-    run: _Run, slab: _Slab, queries: slice, keys: list[slice], value: Tensor, needs_denominator: bool, into: tuple[Tensor, Tensor, Tensor]
+    run: _Run,
+    slab: _Slab,
+    queries: slice,
+    keys: list[slice],
+    value: Tensor,
+    needs_denominator: bool,
+    into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Rows of an exponential kernel: online softmax over the key tiles, left scaled by exp(-log-sum-exp)."""
     q = slab.query_side(run.query, queries)
@@ -268,7 +283,9 @@ def _exponential_rows(
             fade = (peak - shift).exp2_()
             rows, total = rows.mul_(fade).add_(part), total.mul_(fade).add_(mass)
         peak = highest
-    assert rows is not None and total is not None and peak is not None
+    assert rows is not None
+    assert total is not None
+    assert peak is not None
     empty = total == 0
     rows.mul_(total.reciprocal().masked_fill_(empty, 0))
     slab.store(into[0], queries, rows)
@@ -278,7 +295,13 @@ def _exponential_rows(
 
 
 def _plain_rows(
-    run: _Run, slab: _Slab, queries: slice, keys: list[slice], value: Tensor, needs_denominator: bool, into: tuple[Tensor, Tensor, Tensor]
+    run: _Run,
+    slab: _Slab,
+    queries: slice,
+    keys: list[slice],
+    value: Tensor,
+    needs_denominator: bool,
+    into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Rows of a kernel that is summed as it is."""
     q = slab.query_side(run.query, queries)
