@@ -144,7 +144,7 @@ class Attention(nn.Module):
             path=self.path,
         )
         out, after = result if isinstance(result, tuple) else (result, None)
-        y = self.output(out.transpose(1, 2).reshape(batch, length, -1))
+        y = self.output(out.transpose(1, 2).flatten(2))
         return y if after is None else (y, after)
 
     def _project(self, x: Tensor, padding: Tensor | None, state: State | None) -> tuple[Tensor, Tensor, Tensor]:

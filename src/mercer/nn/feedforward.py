@@ -55,7 +55,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     out: Tensor = _GatedLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class _GatedLinear(torch.autograd.Function):
