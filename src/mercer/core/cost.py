@@ -13,8 +13,8 @@ def visible_pairs(merged: Merged, sizes: Sizes) -> int:
     """
     queries, keys = sizes.query_length, sizes.key_length + sizes.past_length
     shift = keys - queries
-    left = keys if merged.left is None else merged.left
-    right = keys if merged.right is None else merged.right
+    left = keys + queries if merged.left is None else merged.left
+    right = keys + queries if merged.right is None else merged.right
     # Rows i see keys max(0, i + shift - left) .. min(keys - 1, i + shift + right): sum both bounds as arithmetic
     # series.
     high = _clamped_sum(shift + right + 1, queries, keys)
@@ -62,7 +62,7 @@ def io_bytes(sizes: Sizes) -> int:
 def cache_bytes(merged: Merged, sizes: Sizes) -> int:
     """Bytes of keys and values that the next call needs."""
     kept = sizes.key_length + sizes.past_length
-    if merged.left is not None and merged.causal:
+    if merged.left is not None:
         kept = min(kept, merged.left)
     return sizes.batch * sizes.key_heads * kept * (sizes.dim + sizes.value_dim) * sizes.cache_itemsize
 
