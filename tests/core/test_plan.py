@@ -1,0 +1,111 @@
+"""The plan: arithmetic that agrees with counting, and promises that the call keeps."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mercer.core import cost
+from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.layout import layout, tokens
+from mercer.core.normalizers import L2, Normalizer, Sum
+from mercer.core.state import CacheState, FeatureState
+from mercer.core.structures import Alibi, Causal, Full, Structure, Window, merge
+from mercer.core.support import Sizes, unsupported
+from mercer.errors import InvalidArgument, Unsupported
+from mercer.ops import attention, plan
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 12),
+    st.integers(0, 12),
+    st.integers(0, 6),
+    st.none() | st.integers(0, 14),
+    st.none() | st.integers(0, 14),
+)
+def test_visible_pairs_are_those_of_the_mask(queries: int, keys: int, past: int, left: int | None, right: int | None):
+    merged = merge(Window(left, right))
+    counted = 0
+    for i, j in itertools.product(range(queries), range(keys + past)):
+        ahead = j - (i + keys + past - queries)
+        counted += (left is None or -ahead <= left) and (right is None or ahead <= right)
+    assert cost.visible_pairs(merged, Sizes(1, 1, 1, queries, keys, 1, 1, past)) == counted
+    if not past and queries and keys:  # and the forms mask the same
+        own = tokens(merged, 1, 1, 1, queries, keys, torch.device("cpu"))
+        mask = layout(merged, own).visible(slice(0, queries), slice(0, keys))
+        assert counted == (queries * keys if mask is None else int(mask.sum()))
+
+
+STRUCTURES: list[Structure] = [
+    Full(),
+    Causal(),
+    Window.last(3),
+    Causal() & Alibi(torch.tensor([1.0, 0.5, 0.25, 0.125])),
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+@pytest.mark.parametrize("kernel", [Exp(), Elu(), Taylor(3)], ids=str)
+@pytest.mark.parametrize("norm", [Sum(), L2()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_bytes_of_the_state_are_as_planned(kernel: Kernel, norm: Normalizer, structure: Structure, dtype: torch.dtype):
+    q, k, v = (torch.zeros(2, h, 9, d, dtype=dtype) for h, d in ((4, 3), (2, 3), (2, 5)))
+    for path in ("pairs", "features"):
+        if unsupported(kernel, norm, merge(structure), "chunked", path, None, True) is not None:
+            continue
+        options = {"kernel": kernel, "normalizer": norm, "structure": structure, "path": path}
+        promised = plan(q, k, v, return_state=True, **options).state_bytes
+        _, state = attention(q, k, v, return_state=True, **options)
+        if isinstance(state, FeatureState):
+            held = [state.features] + ([state.mass] if state.mass is not None else [])
+        else:
+            assert isinstance(state, CacheState)
+            held = [state.keys, state.values]
+        assert sum(t.numel() * t.element_size() for t in held) == promised, path
+
+
+def test_a_plan_reads_shapes_only():
+    """Tensors far too large to exist, on the meta device."""
+    q = torch.empty(8, 32, 10**6, 128, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(8, 8, 10**6, 128, device="meta", dtype=torch.bfloat16)
+    chosen = plan(q, k, k, structure=Causal())
+    assert (chosen.form, chosen.path) == ("chunked", "pairs")
+    assert chosen.flops == 2 * 8 * 32 * (10**6 * (10**6 + 1) // 2) * 256
+    assert chosen.bytes == 2 * 8 * 10**6 * 256 * (32 + 8)
+    linear = plan(q, k, k, kernel=Elu(), structure=Causal())
+    assert (linear.form, linear.path) == ("chunked", "features")
+    assert linear.flops < chosen.flops / 1000
+    assert linear.state_bytes == 4 * 8 * 8 * 128 * 129
+    for part in ("chunked", "features", "FLOP", linear.reason):
+        assert part in str(linear)
+
+
+def test_what_auto_chooses():
+    def chosen(length: int, **options: object) -> tuple[str, str]:
+        x = torch.empty(1, 2, length, 16, device="meta")
+        found = plan(x, x, x, **options)
+        return found.form, found.path
+
+    assert chosen(8, structure=Causal()) == ("dense", "pairs")
+    assert chosen(4096, structure=Causal()) == ("chunked", "pairs")
+    assert chosen(1, kernel=Elu(), structure=Causal(), return_state=True) == ("recurrent", "features")
+    assert chosen(4096, kernel=Taylor(2), structure=Causal()) == ("chunked", "features")
+    assert chosen(64, kernel=Taylor(4), structure=Causal())[1] == "pairs"
+    assert chosen(4096, kernel=Elu(), structure=Window.last(9)) == ("chunked", "pairs")
+    assert chosen(4096, kernel=Elu(), form="dense") == ("dense", "pairs")
+    assert chosen(4096, kernel=Elu(), path="pairs")[1] == "pairs"
+
+
+def test_a_state_decides_the_path():
+    x = torch.zeros(1, 2, 4, 3)
+    for path in ("pairs", "features"):
+        _, state = attention(x, x, x, kernel=Elu(), structure=Causal(), path=path, return_state=True)
+        assert plan(x, x, x, kernel=Elu(), structure=Causal(), state=state).path == path
+        other = {"pairs": "features", "features": "pairs"}[path]
+        with pytest.raises(InvalidArgument, match=f"belongs to path='{path}'"):
+            plan(x, x, x, kernel=Elu(), structure=Causal(), state=state, path=other)
+    with pytest.raises(Unsupported, match="dense form looks at pairs"):
+        plan(x, x, x, kernel=Elu(), structure=Causal(), state=state, form="dense")
