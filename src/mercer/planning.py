@@ -18,6 +18,10 @@ memory.
 """
 
 
+EXPANSION = 2.0
+"""How much longer an operation of the feature path takes where features must be expanded (measured, see docs/lab.md)."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a call will be computed, and what it costs.
@@ -111,7 +115,8 @@ def _path(
     pairs, features = cost.pair_flops(merged, sizes), cost.feature_flops(kernel, merged, sizes, "chunked")
     if stateful:
         return "features", "A state was asked for, and this kernel's has a fixed size."
-    if features < pairs:
+    expanded = kernel.feature_dim(sizes.dim) != sizes.dim
+    if features * (EXPANSION if expanded else 1) < pairs:
         return "features", f"Features take {features / max(pairs, 1):.2g} times the operations of pairs."
     return "pairs", f"Pairs take {pairs / max(features, 1):.2g} times the operations of features."
 

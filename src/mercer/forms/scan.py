@@ -26,8 +26,10 @@ from torch import Tensor
 from mercer.core.kernels import Kernel
 from mercer.core.support import FEATURE_CHUNK
 
-WORKSPACE = 32 * 2**20
-"""Bytes that the features of one chunk may take; chunks shorten to fit."""
+WORKSPACE = 8 * 2**20
+"""Bytes that the features of one chunk may take: heads and batch rows run in slabs that fit, chunks shorten if one
+head does
+not."""
 
 
 def chunked(
@@ -48,10 +50,39 @@ def chunked(
     return out, final
 
 
-def _chunk_length(query: Tensor, key: Tensor, state: Tensor) -> int:
-    """Tokens per chunk: FEATURE_CHUNK, fewer if the features of a chunk would pass the workspace."""
-    rows = query.shape[0] * max(query.shape[1], key.shape[1])
-    return max(1, min(FEATURE_CHUNK, WORKSPACE // (rows * state.shape[2] * state.element_size())))
+@dataclass(frozen=True)
+class _Cut:
+    """How a call is cut: batch rows and heads into slabs whose chunk of features fits the workspace, tokens into
+    chunks.
+    """
+
+    batch: int
+    heads: int
+    groups: int
+    features: int  # bytes of one token's features
+
+    @property
+    def chunk(self) -> int:
+        return max(1, min(FEATURE_CHUNK, WORKSPACE // (self.groups * self.features)))
+
+    def slabs(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Batch rows, key heads and query heads."""
+        together = max(1, WORKSPACE // (self.groups * self.features * self.chunk))
+        rows = max(1, together // self.heads) if together >= self.heads else 1
+        heads = min(self.heads, together)
+        for row in range(0, self.batch, rows):
+            for head in range(0, self.heads, heads):
+                stop = min(head + heads, self.heads)
+                yield (
+                    slice(row, min(row + rows, self.batch)),
+                    slice(head, stop),
+                    slice(head * self.groups, stop * self.groups),
+                )
+
+
+def _cut(query: Tensor, key: Tensor, state: Tensor) -> _Cut:
+    batch, heads = key.shape[:2]
+    return _Cut(batch, heads, query.shape[1] // heads, state.shape[2] * state.element_size())
 
 
 def _pull(kernel: Kernel, x: Tensor, grad: Tensor) -> Tensor:
@@ -65,44 +96,28 @@ def _pull(kernel: Kernel, x: Tensor, grad: Tensor) -> Tensor:
     return out
 
 
-@dataclass
 class _Sequence:
-    """The tensors of a call, cut into chunks with heads merged into the batch."""
+    """The tensors of a slab, cut into chunks, with heads merged into the batch."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log: Tensor | None
-    chunk: int
+    def __init__(self, key: Tensor, log: Tensor | None, groups: int, chunk: int) -> None:
+        self.batch, self.heads, self.length, _ = key.shape
+        self.groups, self.chunk = groups, chunk
+        self.log = None if log is None else log.expand(self.batch, self.heads, self.length)
 
-    def __post_init__(self) -> None:
-        batch, heads, length, _ = self.key.shape
-        self.batch, self.heads, self.length = batch, heads, length
-        self.groups = self.query.shape[1] // heads
-        if self.log is not None:
-            self.log = self.log.expand(batch, heads, length)
-        mask = torch.ones(self.chunk, self.chunk, dtype=torch.bool, device=self.key.device).triu_(1)
-        self.future = mask.repeat(self.groups, 1)
-
-    def keys(self, x: Tensor, at: slice) -> Tensor:
-        """Chunk of a key-side tensor, ``[N, C, *]``."""
+    def fold(self, x: Tensor, at: slice) -> Tensor:
+        """Chunk of a tensor ``[B, H, L, *]`` as ``[N, C, *]``; of one with query heads, those of a group stacked:
+        ``[N, g C, *]``.
+        """
         return x[:, :, at].reshape(self.batch * self.heads, -1, x.shape[-1])
 
-    def queries(self, x: Tensor, at: slice) -> Tensor:
-        """Chunk of a query-side tensor with the group's heads stacked as rows, ``[N, g C, *]``."""
-        return x[:, :, at].reshape(self.batch * self.heads, -1, x.shape[-1])
+    def unfold(self, x: Tensor, like: Tensor) -> Tensor:
+        """Back to ``[B, H or Hq, C, *]``."""
+        return x.view(self.batch, like.shape[1], -1, x.shape[-1])
 
-    def unqueries(self, x: Tensor) -> Tensor:
-        """Back to ``[B, Hq, C, *]``."""
-        return x.view(self.batch, self.heads * self.groups, -1, x.shape[-1])
-
-    def unkeys(self, x: Tensor) -> Tensor:
-        return x.view(self.batch, self.heads, -1, x.shape[-1])
-
-    def chunks(self, backwards: bool = False) -> Iterator[slice]:
-        starts = range(0, self.length, self.chunk)
+    def chunks(self, length: int, backwards: bool = False) -> Iterator[slice]:
+        starts = range(0, length, self.chunk)
         for start in reversed(starts) if backwards else starts:
-            yield slice(start, min(start + self.chunk, self.length))
+            yield slice(start, min(start + self.chunk, length))
 
     def decays(self, at: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """exp of (G_i - G_j) [N, gC, C], (G_i - G_s) [N, gC, 1], (G_e - G_j) [N, C, 1] and (G_e - G_s) [N, 1, 1]."""
@@ -119,10 +134,8 @@ class _Sequence:
     def hide(self, weight: Tensor) -> Tensor:
         """Zero the future inside a chunk, in place; ``[N, g C, C]``."""
         length = weight.shape[2]
-        if length == self.chunk:
-            return weight.masked_fill_(self.future, 0)
-        mask = torch.ones(length, length, dtype=torch.bool, device=weight.device).triu_(1)
-        return weight.masked_fill_(mask.repeat(self.groups, 1), 0)
+        weight.view(-1, length, length).tril_()
+        return weight
 
 
 class _Causal(torch.autograd.Function):
@@ -130,23 +143,15 @@ class _Causal(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, state: Tensor, kernel: Kernel
     ) -> tuple[Tensor, Tensor]:
-        sequence = _Sequence(query, key, value, log, _chunk_length(query, key, state))
+        cut = _cut(query, key, state)
         out = query.new_empty(*query.shape[:3], value.shape[-1])
-        carry = state.flatten(0, 1).clone()
-        for at in sequence.chunks():
-            q, k, v = sequence.queries(query, at), sequence.keys(key, at), sequence.keys(value, at)
-            weight = sequence.hide(kernel.profile(q @ k.transpose(1, 2)))
-            decays = sequence.decays(at, q.dtype)
-            read, write = kernel.features(q), kernel.features(k)
-            if decays is None:
-                rows = torch.baddbmm(weight @ v, read, carry)
-                carry.baddbmm_(write.transpose(1, 2), v)
-            else:
-                inside, since, until, whole = decays
-                rows = torch.baddbmm(weight.mul_(inside) @ v, read * since, carry)
-                carry.mul_(whole).baddbmm_(write.transpose(1, 2), v * until)
-            out[:, :, at] = sequence.unqueries(rows)
-        final = carry.view(state.shape)
+        final = torch.empty_like(state)
+        for rows, heads, query_heads in cut.slabs():
+            q, k, v = query[rows, query_heads], key[rows, heads], value[rows, heads]
+            sequence = _Sequence(k, _part(log, rows, heads), cut.groups, cut.chunk)
+            carry = state[rows, heads].flatten(0, 1).clone()
+            _causal_rows(sequence, kernel, q, k, v, carry, out[rows, query_heads])
+            final[rows, heads] = carry.view(*k.shape[:2], *carry.shape[1:])
         ctx.kernel = kernel
         ctx.save_for_backward(query, key, value, log, state, out, final)
         return out, final
@@ -154,75 +159,116 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, log, state, out, final = ctx.saved_tensors
-        kernel: Kernel = ctx.kernel
         grad_out, grad_final = grads
-        sequence = _Sequence(query, key, value, log, _chunk_length(query, key, state))
-        grad_query = torch.empty_like(query)
-        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        carry = state.flatten(0, 1).clone()
-        for at in sequence.chunks():  # forwards: what the queries read
-            q, k, v, do = (
-                sequence.queries(query, at),
-                sequence.keys(key, at),
-                sequence.keys(value, at),
-                sequence.queries(grad_out, at),
-            )
-            decays = sequence.decays(at, q.dtype)
-            grad_read = do @ carry.transpose(1, 2)
-            write = kernel.features(k)
-            if decays is not None:
-                grad_read.mul_(decays[1])
-                carry.mul_(decays[3]).baddbmm_(write.transpose(1, 2), v * decays[2])
-            else:
-                carry.baddbmm_(write.transpose(1, 2), v)
-            grad_query[:, :, at] = sequence.unqueries(_pull(kernel, q, grad_read))
-        grad_carry = grad_final.flatten(0, 1).clone()
-        for at in sequence.chunks(backwards=True):  # backwards: what keys and values wrote
-            q, k, v, do = (
-                sequence.queries(query, at),
-                sequence.keys(key, at),
-                sequence.keys(value, at),
-                sequence.queries(grad_out, at),
-            )
-            decays = sequence.decays(at, q.dtype)
-            weight, slope = kernel.profile_and_derivative(q @ k.transpose(1, 2))
-            weight = sequence.hide(weight)
-            grad_weight = sequence.hide(do @ v.transpose(1, 2))
-            read, write = kernel.features(q), kernel.features(k)
-            sent = v
-            if decays is not None:
-                inside, since, until, _ = decays
-                weight.mul_(inside)
-                grad_weight.mul_(inside)
-                sent, read = v * until, read * since
-            grad_score = grad_weight if slope is None else grad_weight.mul_(slope)
-            grad_query[:, :, at] += sequence.unqueries(grad_score @ k)
-            grad_write = sent @ grad_carry.transpose(1, 2)
-            grad_sent = write @ grad_carry
-            if decays is not None:
-                grad_sent.mul_(decays[2])
-                grad_carry.mul_(decays[3])
-            grad_key[:, :, at] = sequence.unkeys(_pull(kernel, k, grad_write).baddbmm(grad_score.transpose(1, 2), q))
-            grad_value[:, :, at] = sequence.unkeys(grad_sent.baddbmm_(weight.transpose(1, 2), do))
-            grad_carry.baddbmm_(read.transpose(1, 2), do)
+        cut = _cut(query, key, state)
+        totals = tuple(torch.empty_like(x) for x in (query, key, value, state))
+        for rows, heads, query_heads in cut.slabs():
+            at = ((rows, query_heads), (rows, heads), (rows, heads))
+            parts = tuple(x[i] for x, i in zip((query, key, value), at, strict=True))
+            into = tuple(x[i] for x, i in zip(totals[:3], at, strict=True))
+            do = grad_out[rows, query_heads]
+            sequence = _Sequence(parts[1], _part(log, rows, heads), cut.groups, cut.chunk)
+            _read_gradients(sequence, ctx.kernel, parts, do, state[rows, heads].flatten(0, 1).clone(), into[0])
+            carry = grad_final[rows, heads].flatten(0, 1).clone()
+            _write_gradients(sequence, ctx.kernel, parts, do, carry, into)
+            totals[3][rows, heads] = carry.view(*parts[1].shape[:2], *carry.shape[1:])
         grad_log = None
         if log is not None and ctx.needs_input_grad[3]:
-            grad_log = _log_gradient(sequence, log, (out, grad_out), (value, grad_value), (final, grad_final))
-        return grad_query, grad_key, grad_value, grad_log, grad_carry.view(state.shape), None
+            grad_log = _log_gradient(log, (out, grad_out), (value, totals[2]), (final, grad_final), cut.groups)
+        return totals[0], totals[1], totals[2], grad_log, totals[3], None
+
+
+def _part(log: Tensor | None, rows: slice, heads: slice) -> Tensor | None:
+    if log is None:
+        return None
+    log = log[rows] if log.shape[0] > 1 else log
+    return log[:, heads] if log.shape[1] > 1 else log
+
+
+def _causal_rows(
+    sequence: _Sequence, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, carry: Tensor, out: Tensor
+) -> None:
+    """Outputs of a slab, chunk by chunk; ``carry`` ``[N, F, Dv]`` becomes the final state."""
+    for at in sequence.chunks(sequence.length):
+        q, k, v = sequence.fold(query, at), sequence.fold(key, at), sequence.fold(value, at)
+        weight = sequence.hide(kernel.profile(q @ k.transpose(1, 2)))
+        decays = sequence.decays(at, q.dtype)
+        read, write = kernel.features(q), kernel.features(k)
+        if decays is None:
+            rows = torch.baddbmm(weight @ v, read, carry)
+            carry.baddbmm_(write.transpose(1, 2), v)
+        else:
+            inside, since, until, whole = decays
+            rows = torch.baddbmm(weight.mul_(inside) @ v, read * since, carry)
+            carry.mul_(whole).baddbmm_(write.transpose(1, 2), v * until)
+        out[:, :, at] = sequence.unfold(rows, query)
+
+
+def _read_gradients(
+    sequence: _Sequence, kernel: Kernel, parts: tuple[Tensor, ...], grad_out: Tensor, carry: Tensor, into: Tensor
+) -> None:
+    """Forwards: the states again, and from them the gradients of the queries that read them."""
+    query, key, value = parts
+    for at in sequence.chunks(sequence.length):
+        q, k, v = sequence.fold(query, at), sequence.fold(key, at), sequence.fold(value, at)
+        decays = sequence.decays(at, q.dtype)
+        grad_read = sequence.fold(grad_out, at) @ carry.transpose(1, 2)
+        write = kernel.features(k)
+        if decays is not None:
+            grad_read.mul_(decays[1])
+            carry.mul_(decays[3]).baddbmm_(write.transpose(1, 2), v * decays[2])
+        else:
+            carry.baddbmm_(write.transpose(1, 2), v)
+        into[:, :, at] = sequence.unfold(_pull(kernel, q, grad_read), query)
+
+
+def _write_gradients(
+    sequence: _Sequence,
+    kernel: Kernel,
+    parts: tuple[Tensor, ...],
+    grad_out: Tensor,
+    grad_carry: Tensor,
+    into: tuple[Tensor, ...],
+) -> None:
+    """Backwards: the state's gradient, and from it those of the keys and values that wrote; the pairs inside chunks
+    too.
+    """
+    query, key, value = parts
+    for at in sequence.chunks(sequence.length, backwards=True):
+        q, k, v = sequence.fold(query, at), sequence.fold(key, at), sequence.fold(value, at)
+        do = sequence.fold(grad_out, at)
+        decays = sequence.decays(at, q.dtype)
+        weight, slope = kernel.profile_and_derivative(q @ k.transpose(1, 2))
+        weight = sequence.hide(weight)
+        grad_weight = sequence.hide(do @ v.transpose(1, 2))
+        read, write = kernel.features(q), kernel.features(k)
+        sent = v
+        if decays is not None:
+            inside, since, until, _ = decays
+            weight, grad_weight = weight.mul_(inside), grad_weight.mul_(inside)
+            sent, read = v * until, read * since
+        grad_score = grad_weight if slope is None else grad_weight.mul_(slope)
+        into[0][:, :, at] += sequence.unfold(grad_score @ k, query)
+        grad_write = sent @ grad_carry.transpose(1, 2)
+        grad_sent = write @ grad_carry
+        if decays is not None:
+            grad_sent.mul_(decays[2])
+            grad_carry.mul_(decays[3])
+        into[1][:, :, at] = sequence.unfold(_pull(kernel, k, grad_write).baddbmm(grad_score.transpose(1, 2), q), key)
+        into[2][:, :, at] = sequence.unfold(grad_sent.baddbmm_(weight.transpose(1, 2), do), key)
+        grad_carry.baddbmm_(read.transpose(1, 2), do)
 
 
 def _log_gradient(
-    sequence: _Sequence,
-    log: Tensor,
-    outs: tuple[Tensor, Tensor],
-    values: tuple[Tensor, Tensor],
-    finals: tuple[Tensor, Tensor],
+    log: Tensor, outs: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], finals: tuple[Tensor, Tensor], groups: int
 ) -> Tensor:
+    """dG_i = <do_i, o_i> over the group - <dv_i, v_i>, and at the last token <dS, S> besides."""
+
     def dot(pair: tuple[Tensor, Tensor]) -> Tensor:
         return (pair[0].double() * pair[1].double()).sum(-1)
 
-    grad = dot(outs).view(sequence.batch, sequence.heads, sequence.groups, -1).sum(2) - dot(values)
-    if sequence.length:
+    grad = dot(outs).unflatten(1, (-1, groups)).sum(2) - dot(values)
+    if grad.shape[-1]:
         grad[..., -1] += dot(finals).sum(-1)
     return grad.sum_to_size(log.shape)
 
@@ -234,17 +280,20 @@ class _Full(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, state: Tensor, kernel: Kernel
     ) -> tuple[Tensor, Tensor]:
-        chunk = _chunk_length(query, key, state)
-        keys, queries = _Sequence(query, key, value, None, chunk), _Sequence(query, key, value, None, chunk)
-        queries.length = query.shape[2]
-        carry = state.flatten(0, 1).clone()
-        for at in keys.chunks():
-            carry.baddbmm_(kernel.features(keys.keys(key, at)).transpose(1, 2), keys.keys(value, at))
+        cut = _cut(query, key, state)
         out = query.new_empty(*query.shape[:3], value.shape[-1])
-        for at in queries.chunks():
-            out[:, :, at] = queries.unqueries(kernel.features(queries.queries(query, at)) @ carry)
-        final = carry.view(state.shape)
-        ctx.kernel, ctx.chunk = kernel, chunk
+        final = torch.empty_like(state)
+        for rows, heads, query_heads in cut.slabs():
+            q, k, v = query[rows, query_heads], key[rows, heads], value[rows, heads]
+            sequence = _Sequence(k, None, cut.groups, cut.chunk)
+            carry = state[rows, heads].flatten(0, 1).clone()
+            for at in sequence.chunks(k.shape[2]):
+                carry.baddbmm_(kernel.features(sequence.fold(k, at)).transpose(1, 2), sequence.fold(v, at))
+            into = out[rows, query_heads]
+            for at in sequence.chunks(q.shape[2]):
+                into[:, :, at] = sequence.unfold(kernel.features(sequence.fold(q, at)) @ carry, q)
+            final[rows, heads] = carry.view(*k.shape[:2], *carry.shape[1:])
+        ctx.kernel = kernel
         ctx.save_for_backward(query, key, value, final)
         return out, final
 
@@ -253,16 +302,20 @@ class _Full(torch.autograd.Function):
         query, key, value, final = ctx.saved_tensors
         kernel: Kernel = ctx.kernel
         grad_out, grad_final = grads
-        keys, queries = (_Sequence(query, key, value, None, ctx.chunk) for _ in range(2))
-        queries.length = query.shape[2]
-        carry, grad_carry = final.flatten(0, 1), grad_final.flatten(0, 1).clone()
-        grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        for at in queries.chunks():
-            q, do = queries.queries(query, at), queries.queries(grad_out, at)
-            grad_query[:, :, at] = queries.unqueries(_pull(kernel, q, do @ carry.transpose(1, 2)))
-            grad_carry.baddbmm_(kernel.features(q).transpose(1, 2), do)
-        for at in keys.chunks():
-            k, v = keys.keys(key, at), keys.keys(value, at)
-            grad_key[:, :, at] = keys.unkeys(_pull(kernel, k, v @ grad_carry.transpose(1, 2)))
-            grad_value[:, :, at] = keys.unkeys(kernel.features(k) @ grad_carry)
-        return grad_query, grad_key, grad_value, None, grad_carry.view(final.shape), None
+        cut = _cut(query, key, final)
+        grad_query, grad_key, grad_value, grad_state = (torch.empty_like(x) for x in (query, key, value, final))
+        for rows, heads, query_heads in cut.slabs():
+            query_part, k, v = query[rows, query_heads], key[rows, heads], value[rows, heads]
+            sequence = _Sequence(k, None, cut.groups, cut.chunk)
+            carry, grad_carry = final[rows, heads].flatten(0, 1), grad_final[rows, heads].flatten(0, 1).clone()
+            into = grad_query[rows, query_heads], grad_key[rows, heads], grad_value[rows, heads]
+            for at in sequence.chunks(query_part.shape[2]):
+                q, do = sequence.fold(query_part, at), sequence.fold(grad_out[rows, query_heads], at)
+                into[0][:, :, at] = sequence.unfold(_pull(kernel, q, do @ carry.transpose(1, 2)), query_part)
+                grad_carry.baddbmm_(kernel.features(q).transpose(1, 2), do)
+            for at in sequence.chunks(k.shape[2]):
+                key_rows, sent = sequence.fold(k, at), sequence.fold(v, at)
+                into[1][:, :, at] = sequence.unfold(_pull(kernel, key_rows, sent @ grad_carry.transpose(1, 2)), k)
+                into[2][:, :, at] = sequence.unfold(kernel.features(key_rows) @ grad_carry, v)
+            grad_state[rows, heads] = grad_carry.view(*k.shape[:2], *grad_carry.shape[1:])
+        return grad_query, grad_key, grad_value, None, grad_state, None

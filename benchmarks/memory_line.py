@@ -1,0 +1,74 @@
+"""Peak memory of the chunked forms, forward and backward, against length: it should be a straight line.
+
+Each measurement is a process of its own: inputs are made, the kernel's high-water mark is reset, and one forward and backward pass
+of `mercer.attention` runs. Reported is the peak above what the process held before the pass; the inputs, their gradients and the
+output's gradient are listed beside it, since they are the part that no algorithm can avoid. Linux only.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+CASES = {
+    "softmax, tiles": ("exp-sum", "pairs", "window"),
+    "softmax, sdpa": ("exp-sum", "pairs", "causal"),
+    "taylor2-l2, tiles": ("taylor2-l2", "pairs", "causal"),
+    "elu-sum, features": ("elu-sum", "features", "causal"),
+    "taylor2-sum, features": ("taylor2-sum", "features", "causal"),
+}
+
+
+def measure(name: str, path: str, structure: str, length: int, heads: int, dim: int) -> dict[str, float]:
+    """Peak bytes of one pass in this process."""
+    import torch
+
+    from mercer import Causal, Window, attention
+    from mercer.core.names import parse_attention
+
+    def high_water() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    kernel, normalizer = parse_attention(name)
+    shape = Causal() if structure == "causal" else Window(length)
+    q, k, v = (torch.randn(1, heads, length, dim, requires_grad=True) for _ in range(3))
+    grad = torch.randn(1, heads, length, dim)
+    small = [t.detach()[:, :, :256].clone().requires_grad_() for t in (q, k, v)]
+    attention(*small, kernel=kernel, normalizer=normalizer, structure=shape, form="chunked", path=path).sum().backward()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = high_water()
+    attention(q, k, v, kernel=kernel, normalizer=normalizer, structure=shape, form="chunked", path=path).backward(grad)
+    return {"peak": high_water() - before, "unavoidable": 4 * q.numel() * 4}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="memory_line", description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--heads", type=int, default=1)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--one", nargs=4, metavar=("NAME", "PATH", "STRUCTURE", "LENGTH"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.one:
+        name, path, structure, length = options.one
+        print(json.dumps(measure(name, path, structure, int(length), options.heads, options.dim)))
+        return
+    table: dict[str, dict[int, dict[str, float]]] = {}
+    print(f"{'':24}" + "".join(f"{n:>12,}" for n in options.lengths) + "   bytes a token, last step   (MiB above the inputs)")
+    for label, case in CASES.items():
+        table[label] = {}
+        for length in options.lengths:
+            command = [sys.executable, "-m", "benchmarks.memory_line", "--heads", str(options.heads), "--dim", str(options.dim)]
+            out = subprocess.run([*command, "--one", *case, str(length)], capture_output=True, text=True, check=True).stdout
+            table[label][length] = json.loads(out.splitlines()[-1])
+        peaks = [table[label][n]["peak"] for n in options.lengths]
+        slope = (peaks[-1] - peaks[-2]) / (options.lengths[-1] - options.lengths[-2]) if len(peaks) > 1 else float("nan")
+        print(f"{label:24}" + "".join(f"{p / 2**20:12.1f}" for p in peaks) + f"{slope:12.0f}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
