@@ -1,0 +1,110 @@
+"""Causal softmax attention on the CPU, forward and backward, by this library's own Numba kernels (extra `cpu`).
+
+Exact, O(n) memory, every head computed by one thread in one order: the same digits for any number of threads. Products,
+exponentials and sums are float32; bfloat16 and float16 inputs are widened first and results rounded once. It serves
+exponential kernels under scale-invariant normalisers, as `mercer.backends.sdpa` does, and is about twice as fast there
+at training lengths (docs/lab.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+WIDEST = 128
+"""Largest head dimension: four query rows of scores and their factors still fit the registers and the nearest cache."""
+LEAST_PAIRS = 1 << 20
+"""Query-key pairs over all heads below which the kernels' start is not worth while (about a millisecond of work)."""
+
+
+@lru_cache
+def installed() -> bool:
+    """Whether Numba is there."""
+    return find_spec("numba") is not None
+
+
+def serves(device: str, dtype: torch.dtype, batch_heads: int, length: int, dim: int) -> bool:
+    """Whether the kernels take self-attention of these sizes, and are worth while for it."""
+    return (
+        device == "cpu"
+        and dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and dim % 16 == 0
+        and dim <= WIDEST
+        and batch_heads * length * length >= LEAST_PAIRS
+        and installed()
+    )
+
+
+def causal_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k^T) v under the causal mask; query [B, Hq, L, D], key and value [B, Hk, L, D], Hk divides Hq."""
+    out: Tensor = _Causal.apply(query, key, value, scale)
+    return out
+
+
+class _Causal(torch.autograd.Function):
+    """Saves the inputs as they came, the output in float32 and the log-sum of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        from mercer.backends.causal_kernels import forward_for
+
+        out = _like(query)
+        log_sum = torch.empty(query.shape[:3])
+        arrays = [t.float().numpy() for t in (query, key, value)] + [out.numpy(), log_sum.numpy()]
+        _share(forward_for(query.shape[-1]), arrays, key, scale)
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.scale = scale
+        return out.to(query.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        from mercer.backends.causal_kernels import backward_for
+
+        query, key, value, out, log_sum = ctx.saved_tensors
+        grads = [_like(t) for t in (query, key, value)]
+        arrays = [t.float().numpy() for t in (query, key, value, out)] + [log_sum.numpy()]
+        arrays += [t.float().numpy() for t in (upstream, *grads)]
+        _share(backward_for(query.shape[-1]), arrays, key, ctx.scale)
+        return *(g.to(query.dtype) for g in grads), None
+
+
+def _like(x: Tensor) -> Tensor:
+    """Empty float32 of x's shape, laid out [B, L, H, D] as projections read it."""
+    batch, heads, length, dim = x.shape
+    return torch.empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def _share(kernel: Callable[..., None], arrays: list[Any], key: Tensor, scale: float) -> None:
+    """Run a kernel over all key heads, an equal run of them a thread, each with scratch of its own."""
+    from mercer.backends.causal_kernels import workspace
+
+    items = key.shape[0] * key.shape[1]
+    threads = max(1, min(torch.get_num_threads(), items))
+    cuts = [items * i // threads for i in range(threads + 1)]
+    scratch = torch.empty(threads, workspace(key.shape[2], key.shape[3])).numpy()
+
+    def part(i: int) -> None:
+        kernel(*arrays, scratch[i], cuts[i], cuts[i + 1], scale)
+
+    others = [_pool(os.getpid(), threads).submit(part, i) for i in range(1, threads)]
+    try:
+        part(0)
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
+
+
+@lru_cache
+def _pool(_process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads that sleep between calls; a forked process makes its own."""
+    return ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="mercer-causal")
