@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from mercer.studies.records import Corpus, CostRecord, Finding, OrdersRecord, Provenance, RecallRecord
-from mercer.studies.records.cost import CostPoint, CostShape, Crossing, MachineRates
+from mercer.studies.records.cost import CostPoint, CostShape, Crossing, MachineRates, Where
 from mercer.studies.records.orders import Arm, ArmSummary, OrdersTrial, Point
-from mercer.studies.records.recall import Capacity, RecallSummary, RecallTask, RecallTrial
+from mercer.studies.records.recall import Capacity, RecallResult, RecallSummary, RecallTask, RecallTrial
 from mercer.studies.statistics import mean_interval, paired_interval
 
 FINAL = {
@@ -127,59 +127,59 @@ def orders(seeds: int = 1, finished: bool = True) -> OrdersRecord:
 
 def recall(finished: bool = True) -> RecallRecord:
     pairs = [4, 8, 16, 32, 64]
-    room = {"softmax": 1e9, "taylor2-l2": 40.0, "taylor2-sum": 30.0, "elu-sum": 9.0, "taylor1-l2": 12.0}
-    features = {"softmax": None, "taylor2-l2": 153, "taylor2-sum": 153, "elu-sum": 16, "taylor1-l2": 17}
-    trials, summaries = [], []
+    room = {"softmax": 1e9, "taylor2-l2": 40.0, "softmax,taylor2-sum": 30.0, "elu-sum": 9.0, "taylor1-l2": 2.0}
+    features = {"softmax": None, "taylor2-l2": 153, "softmax,taylor2-sum": 153, "elu-sum": 16, "taylor1-l2": 17}
+    trials, summaries, capacities = [], [], []
     for name, half in room.items():
-        for n in pairs:
-            accuracy = 1 / (1 + (n / half) ** 3)
-            trials += [
+        accuracy = {n: 1 / (1 + (n / half) ** 3) for n in pairs}
+        for rate, share in ((1e-3, 0.9), (3e-3, 1.0)):
+            results = [RecallResult(pairs=n, accuracy=share * accuracy[n], loss=1.0) for n in pairs]
+            trials.append(
                 RecallTrial(
                     attention=name,
                     dim=64,
-                    pairs=n,
                     learning_rate=rate,
                     seed=0,
-                    accuracy=accuracy * share,
-                    loss=1.0,
+                    results=results,
                     steps=400,
                     seconds=9,
-                )
-                for rate, share in ((1e-3, 0.9), (3e-3, 1.0))
-            ]
-            state = 2 * 2 * 64 * 4 * 4 * n if name == "softmax" else 2 * 4 * (features[name] or 0) * 17 * 4
-            summaries.append(
-                RecallSummary(
-                    attention=name,
-                    dim=64,
-                    pairs=n,
-                    accuracy=mean_interval([accuracy]),
-                    learning_rate=3e-3,
-                    state_bytes=state,
-                    predicted=1 / (1 + (n / half / 0.7) ** 2),
+                    parameters=100_000,
                 )
             )
+        summaries += [
+            RecallSummary(
+                attention=name,
+                dim=64,
+                pairs=n,
+                accuracy=mean_interval([accuracy[n]]),
+                learning_rate=3e-3,
+                state_bytes=8192 * n if features[name] is None else 544 * (features[name] or 0),
+                predicted=1 / (1 + (n / half / 0.7) ** 2),
+            )
+            for n in pairs
+        ]
+        capacities.append(
+            Capacity(
+                attention=name,
+                dim=64,
+                feature_dim=features[name],
+                effective_features=3.0,
+                largest_tried=64,
+                smallest_tried=4,
+                predicted=None if half > 64 else half * 0.7,
+                found=half if 4 < half < 64 else None,
+            )
+        )
     return RecallRecord(
         finished=finished,
         provenance=provenance("recall", [0]),
         task=RecallTask(vocabulary=256, pairs=pairs, length_per_pair=8, power=0.01, heldout_sequences=128),
-        model={"dim": 64, "layers": 2, "heads": 4},
-        training={"steps": 400, "batch_size": 64, "learning_rates": [1e-3, 3e-3]},
+        model={"layers": 2, "heads": 4},
+        training={"steps": 400, "batch": 64, "learning_rates": [1e-3, 3e-3]},
         trials=trials,
         summaries=summaries,
-        capacities=[
-            Capacity(
-                attention=n,
-                dim=64,
-                feature_dim=features[n],
-                predicted=None if h > 64 else h * 0.7,
-                found=None if h > 64 else h,
-                largest_tried=64,
-                smallest_tried=4,
-            )
-            for n, h in room.items()
-        ],
-        findings=[Finding(question="Does recall follow the size of the state?", verdict="supported", text="It does.")],
+        capacities=capacities,
+        findings=[Finding(question="Does recall follow the state?", verdict="supported", text="It does.")],
     )
 
 
@@ -237,18 +237,18 @@ def cost(finished: bool = True) -> CostRecord:
             Crossing(
                 quantity="time",
                 phase="prefill",
-                incumbent="softmax, dense pairs",
-                challenger="Taylor 2 · L2, chunked features",
-                measured=4000.0,
-                planned=3500.0,
+                incumbent="softmax",
+                challenger="taylor2-l2",
+                measured=Where(kind="at", length=4000.0),
+                planned=Where(kind="at", length=3500.0),
             ),
             Crossing(
                 quantity="state",
                 phase="decode",
-                incumbent="softmax, cache",
-                challenger="Taylor 2 · L2, features",
-                measured=None,
-                planned=22.0,
+                incumbent="softmax",
+                challenger="elu-sum",
+                measured=Where(kind="always"),
+                planned=Where(kind="never"),
             ),
         ],
         findings=[

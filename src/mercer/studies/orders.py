@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.runtime.files import read_json, write_json
 from mercer.studies.arms import parse_arms
+from mercer.studies.calibration import fitting_steps, seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
 from mercer.studies.orders_summary import MARGIN, conclude, summarize
 from mercer.studies.progress import StudyProgress
@@ -60,7 +60,6 @@ BUDGETS: dict[Budget, Plan] = {
 }
 MODEL = {"dim": 128, "layers": 4, "heads": 8}
 TRAINING = {"batch": 16, "length": 256, "learning_rate": 3e-3, "eval_windows": 96, "keep": 1}
-LEAST_STEPS = 20
 EVALUATIONS = 8
 
 
@@ -142,41 +141,40 @@ class _Study:
         """The number of steps, the same for every arm, decided once for the whole study."""
         if asked is not None:
             return asked
+        if self.plan.seconds is None:
+            return self.plan.steps
         kept = self.folder.remembered("calibration")
         if kept is None:
-            seconds = {}
-            if self.plan.seconds is not None:
-                progress = StudyProgress(len(self.arms), quiet=self.quiet)
-                progress.say("Measuring how long a step takes, to fix one number of steps for all attentions.")
-                seconds = {arm.name: self._seconds_per_step(arm) for arm in self.arms}
-            steps = self.plan.steps
-            if self.plan.seconds is not None:
-                # an evaluation is a forward pass over its windows, about a third of as many training sequences
-                per_step = sum(seconds.values())
-                overhead = (EVALUATIONS + 2) * per_step * TRAINING["eval_windows"] / TRAINING["batch"] / 3
-                room = self.plan.seconds - self.folder.seconds - overhead * len(self.seeds)
-                steps = min(steps, int(room / (per_step * len(self.seeds))))
-            kept = {"steps": max(steps, LEAST_STEPS), "seconds": seconds}
+            StudyProgress(1, quiet=self.quiet).say("Measuring how long a step takes, to fix one number for all.")
+            seconds = {arm.name: self._seconds_per_step(arm) for arm in self.arms}
+            # an evaluation is a forward pass over its windows, about a third of as many training sequences
+            evaluation = TRAINING["eval_windows"] / TRAINING["batch"] / 3
+            steps = fitting_steps(
+                seconds,
+                runs=len(self.seeds),
+                most=self.plan.steps,
+                room=self.plan.seconds - self.folder.seconds,
+                evaluations=(EVALUATIONS + 2) * evaluation,
+            )
+            kept = {"steps": steps, "seconds": seconds}
             self.folder.remember("calibration", kept)
         self.calibration = kept["seconds"]
         return kept["steps"]
 
-    def _seconds_per_step(self, arm: Arm, repeats: int = 3) -> float:
-        """The median time of a training step after one that is not counted."""
-        config = TrainConfig(**TRAINING, steps=repeats + 1, device=self.device)
+    def _seconds_per_step(self, arm: Arm) -> float:
+        config = TrainConfig(**TRAINING, steps=5, device=self.device)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         model = DecoderLM(self._model(arm, 0)).to(device)
         optimizer, _ = make_optimizer(model, config, torch.device(device))
-        times: list[float] = []
-        for step in range(repeats + 1):
-            began = time.perf_counter()
-            rows = batch(self.corpus.train, config.length, config.batch, 0, step).to(device)
+
+        def step(number: int) -> None:
+            rows = batch(self.corpus.train, config.length, config.batch, 0, number).to(device)
             model.loss(rows[:, :-1], rows[:, 1:]).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             model.embedding.weight[0, 0].item()  # waits for the device
-            times.append(time.perf_counter() - began)
-        return sorted(times[1:])[repeats // 2]
+
+        return seconds_per_step(step)
 
     def _model(self, arm: Arm, seed: int) -> ModelConfig:
         gain = {} if arm.gain_init is None else {"gain": "head", "gain_init": arm.gain_init}

@@ -46,24 +46,31 @@ class CostPoint(Record):
     high: float | None = Field(default=None, description="upper quartile")
     state_bytes: int | None = Field(default=None, ge=0, description="measured: the bytes of the state's tensors")
     planned_flops: float | None = Field(default=None, ge=0, description="of the whole call")
-    planned_bytes: float | None = Field(default=None, ge=0, description="of the whole call")
+    planned_bytes: float | None = Field(
+        default=None, ge=0, description="of the whole call: its own tensors, and the state that a decoded token reads"
+    )
     planned_state_bytes: int | None = Field(default=None, ge=0)
     planned_seconds_per_token: float | None = Field(
-        default=None, ge=0, description="the larger of operations and bytes over the machine's rates"
+        default=None, ge=0, description="the larger of operations and bytes, each over the machine's rate"
     )
 
 
+class Where(Record):
+    """Whether and where a curve falls below another one within the lengths measured."""
+
+    kind: Literal["at", "always", "never", "unknown"]
+    length: float | None = Field(default=None, description="tokens, interpolated; only for 'at'")
+
+
 class Crossing(Record):
-    """The context length from which ``challenger`` is cheaper than ``incumbent``; null: not within what was "
-    "measured."""
+    """The context length from which ``challenger`` is cheaper than ``incumbent``."""
 
     quantity: Literal["time", "state"]
     phase: Phase
     incumbent: str
     challenger: str
-    measured: float | None
-    planned: float | None
-    note: str | None = None
+    measured: Where
+    planned: Where
 
 
 class CostRecord(Record):

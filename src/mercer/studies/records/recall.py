@@ -19,18 +19,25 @@ class RecallTask(Record):
     heldout_sequences: int = Field(ge=1)
 
 
-class RecallTrial(Record):
-    """One training run: an attention, a width, a number of pairs, a learning rate and a seed."""
+class RecallResult(Record):
+    """Held-out recall at one number of pairs."""
 
-    attention: str
-    dim: int = Field(ge=1)
     pairs: int = Field(ge=1)
+    accuracy: float = Field(ge=0, le=1, description="share of held-out queries answered rightly")
+    loss: float = Field(description="nats per query")
+
+
+class RecallTrial(Record):
+    """One training run, on all numbers of pairs in turn: an attention, a width, a learning rate and a seed."""
+
+    attention: str = Field(description="a name, or names separated by commas, one a layer in turn")
+    dim: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     seed: int
     status: Literal["finished", "diverged"] = "finished"
     reason: str | None = None
-    accuracy: float | None = Field(default=None, ge=0, le=1, description="share of held-out queries answered rightly")
-    loss: float | None = Field(default=None, description="final held-out loss, nats per query")
+    results: list[RecallResult]
+    parameters: int = Field(ge=0)
     steps: int = Field(ge=0)
     seconds: float = Field(ge=0)
 
@@ -44,7 +51,7 @@ class RecallSummary(Record):
     accuracy: Interval | None
     learning_rate: float | None
     state_bytes: int = Field(ge=0, description="state of the whole model at this length, float32, one sequence")
-    predicted: float = Field(ge=0, le=1, description="what an untrained memory of random keys recalls")
+    predicted: float = Field(ge=0, le=1, description="what a memory of the last layer's size recalls of random keys")
 
 
 class Capacity(Record):
@@ -57,7 +64,8 @@ class Capacity(Record):
     attention: str
     dim: int
     feature_dim: int | None = Field(description="features of one head; null: no finite feature map")
-    predicted: float | None = Field(description="a memory of random unit keys, one head, no training")
+    effective_features: float = Field(gt=0, description="F = K(k, k)^2 / E[K(k, k')^2] over random keys")
+    predicted: float | None = Field(description="for random keys and the heads of the last layer, no training")
     found: float | None
     largest_tried: int
     smallest_tried: int
@@ -73,6 +81,9 @@ class RecallRecord(Record):
     task: RecallTask
     model: dict[str, Any]
     training: dict[str, Any]
+    calibration: dict[str, float] = Field(
+        default_factory=dict, description="seconds a step took for each attention before the number of steps was fixed"
+    )
     trials: list[RecallTrial]
     summaries: list[RecallSummary]
     capacities: list[Capacity]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mercer.studies.records.cost import CostPoint, CostRecord, Phase
+from mercer.studies.records.cost import CostPoint, CostRecord, Phase, Where
 from mercer.studies.report import numbers
 from mercer.studies.report.blocks import Cell, Figure, Page, Section, Table
 from mercer.studies.report.figures import Plot
@@ -176,8 +176,13 @@ def _state(record: CostRecord) -> list[Figure]:
     ]
 
 
-def _crossing(value: float | None) -> str:
-    return "not within range" if value is None else f"{value:,.0f}"
+def _crossing(where: Where, lengths: list[int]) -> str:
+    return {
+        "at": f"{where.length or 0:,.0f}",
+        "always": f"already at {_tokens(min(lengths))}",
+        "never": f"not up to {_tokens(max(lengths))}",
+        "unknown": numbers.MISSING,
+    }[where.kind]
 
 
 def _crossings(record: CostRecord) -> Table:
@@ -186,12 +191,12 @@ def _crossings(record: CostRecord) -> Table:
         ("first", "second", "what", "phase", "measured, tokens", "planned, tokens"),
         tuple(
             (
-                Cell(c.incumbent),
-                Cell(c.challenger),
+                Cell(label(c.incumbent), mark(c.incumbent).colour),
+                Cell(label(c.challenger), mark(c.challenger).colour),
                 Cell(c.quantity),
                 Cell(c.phase),
-                Cell(_crossing(c.measured), note=c.note),
-                Cell(_crossing(c.planned)),
+                Cell(_crossing(c.measured, record.shape.lengths)),
+                Cell(_crossing(c.planned, record.shape.lengths)),
             )
             for c in record.crossings
         ),

@@ -36,7 +36,9 @@ def _parts(name: str) -> tuple[str, str, str, str, str]:
 
 
 def mark(name: str) -> Mark:
-    """The mark of an attention's name, such as ``"taylor4-l2"`` or ``"exp-l2+gain"``."""
+    """The mark of an attention's name, such as ``"taylor4-l2"`` or ``"exp-l2+gain"``; of a pattern, its last one's."""
+    if "," in name:
+        return mark(name.split(",")[-1])._replace(dash="longdash")
     kernel, number, _, normalizer, extra = _parts(name)
     if (kernel, normalizer) == ("exp", "sum"):
         return Mark(_SOFTMAX, "solid", "square", 3.0)
@@ -48,7 +50,12 @@ def mark(name: str) -> Mark:
 
 
 def label(name: str) -> str:
-    """An attention's name in words: ``"taylor4-l2"`` becomes ``"Taylor 4 · L2"``."""
+    """An attention's name in words: ``"taylor4-l2"`` becomes ``"Taylor 4 · L2"``.
+
+    A pattern over layers, ``"softmax,elu-sum"``, becomes ``"softmax, then elu · sum"``.
+    """
+    if "," in name:
+        return ", then ".join(label(part) for part in name.split(","))
     kernel, number, signed, normalizer, extra = _parts(name)
     if (kernel, normalizer) == ("exp", "sum"):
         text = "softmax"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mercer.studies.records.recall import Capacity, RecallRecord, RecallSummary
+from mercer.studies.records.recall import RecallRecord, RecallSummary
 from mercer.studies.report import numbers
 from mercer.studies.report.blocks import Cell, Figure, Page, Section, Table
 from mercer.studies.report.figures import Plot
@@ -25,18 +25,18 @@ def build(record: RecallRecord) -> Page:
         ),
         Section(
             "What the memory view predicts",
-            "A finite kernel stores the sum of φ(k)vᵀ: a linear memory with as many dimensions as φ has features. The "
-            "prediction fills one head's memory with random unit keys and values, untrained, and counts the values "
-            "that are nearest to what is read back. Training may choose better keys than random ones, and use "
-            "several heads.",
+            "A finite kernel stores the sum of φ(k)vᵀ, and pairs disturb each other as soon as φ has fewer effective "
+            "dimensions than there are pairs. The prediction is the theory of such a memory for random keys and "
+            "values, with as many heads as the last layer has, at the sharpness that suits it best. Training may "
+            "find better keys than random ones; and it has to find the way to use the memory at all.",
             (*_prediction(record), _capacities(record)),
         ),
     )
     return Page(
         title="How much can an attention remember?",
         summary=f"Multi-query associative recall with {len({s.attention for s in record.summaries})} attentions and "
-        f"up to {max(record.task.pairs)} pairs; accuracy of the best learning rate, and the capacity that a linear "
-        "memory would have.",
+        f"up to {max(record.task.pairs)} pairs; accuracy of the best learning rate, beside what the "
+        "theory of associative memories predicts.",
         facts=(
             ("Pairs", ", ".join(str(n) for n in record.task.pairs)),
             ("Vocabulary", f"{record.task.vocabulary:,}"),
@@ -142,7 +142,7 @@ def _table(record: RecallRecord) -> Table:
     ]
     return Table(
         "Every attention and number of pairs",
-        ("attention", "width", "pairs", "accuracy", "untrained memory", "state", "best rate"),
+        ("attention", "width", "pairs", "accuracy", "random keys", "state", "best rate"),
         tuple(rows),
         caption="The best of the learning rates tried, chosen on the same held-out sequences that are reported, for "
         "all alike.",
@@ -186,7 +186,7 @@ def _by_state(record: RecallRecord) -> list[Figure]:
 
 def _prediction(record: RecallRecord) -> list[Figure]:
     plot = Plot(
-        "predicted by an untrained memory",
+        "predicted for random keys",
         "found by training",
         x_axis={"range": [-0.03, 1.05], "tickformat": ".0%"},
         y_axis=dict(_SHARE),
@@ -222,8 +222,8 @@ def _prediction(record: RecallRecord) -> list[Figure]:
         plot.figure(
             "prediction",
             "Training against the memory view",
-            f"Accuracy found by training against accuracy predicted by an untrained memory; {above} of {total} "
-            "points lie above the diagonal.",
+            f"Accuracy found by training against accuracy predicted for random keys; {above} of {total} points lie "
+            "above the diagonal.",
             "On the dotted line training finds what the memory view predicts; above it training does better than a "
             "memory of random keys, below it has not learned to use its memory.",
             height=420,
@@ -231,29 +231,27 @@ def _prediction(record: RecallRecord) -> list[Figure]:
     ]
 
 
-def _capacity(value: float | None, row: Capacity) -> str:
-    if value is not None:
-        return f"{value:.0f}"
-    return f"outside {row.smallest_tried}–{row.largest_tried}"
-
-
 def _capacities(record: RecallRecord) -> Table:
-    rows = [
-        (
-            Cell(label(c.attention), mark(c.attention).colour),
-            Cell(str(c.dim)),
-            Cell("no finite map" if c.feature_dim is None else f"{c.feature_dim:,}"),
-            Cell(_capacity(c.predicted, c)),
-            Cell(_capacity(c.found, c)),
+    rows: list[tuple[Cell, ...]] = []
+    for c in record.capacities:
+        accuracy = [s.accuracy.mean for s in _series(record, c.attention, c.dim) if s.accuracy]
+        found = f"more than {c.largest_tried}" if accuracy and accuracy[0] >= 0.5 else f"less than {c.smallest_tried}"
+        rows.append(
+            (
+                Cell(label(c.attention), mark(c.attention).colour),
+                Cell(str(c.dim)),
+                Cell("no finite map" if c.feature_dim is None else f"{c.feature_dim:,}"),
+                Cell(numbers.short(c.effective_features)),
+                Cell("more than a million" if c.predicted is None else numbers.short(c.predicted)),
+                Cell(found if c.found is None else numbers.short(c.found)),
+            )
         )
-        for c in record.capacities
-    ]
     return Table(
         "Pairs at which half the answers are right",
-        ("attention", "width", "features of a head", "predicted", "found"),
+        ("attention", "width", "features of a head", "effective", "predicted", "found"),
         tuple(rows),
-        caption="Interpolated between the numbers of pairs tried. More features than keys leave room to keep every "
-        "key apart.",
+        caption="Interpolated on a logarithmic scale; a limit where recall did not fall through a half within the "
+        "numbers of pairs tried. Effective features are what counts for random keys: K(k, k)² / E[K(k, k')²].",
     )
 
 
@@ -263,4 +261,5 @@ def _method(record: RecallRecord) -> tuple[tuple[str, str], ...]:
         (f"model · {key.replace('_', ' ')}", str(value)) for key, value in record.model.items() if value is not None
     ]
     training = [(f"training · {key.replace('_', ' ')}", str(value)) for key, value in record.training.items()]
-    return (*task, *model, *training)
+    times = [(f"calibration · {label(k)}", f"{numbers.duration(v)} a step") for k, v in record.calibration.items()]
+    return (*task, *model, *training, *times)

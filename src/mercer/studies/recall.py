@@ -1,0 +1,279 @@
+"""``mercer study recall``: how many key-value pairs an attention recalls, and what the size of its state predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mercer.core.names import attention_name, parse_attention
+from mercer.errors import InvalidArgument, NonFinite
+from mercer.models.config import ModelConfig
+from mercer.models.decoder import DecoderLM
+from mercer.runtime.files import read_json, write_json
+from mercer.studies.calibration import fitting_steps, seconds_per_step
+from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
+from mercer.studies.mqar import Recall
+from mercer.studies.progress import StudyProgress
+from mercer.studies.recall_summary import capacities, conclude, summarize
+from mercer.studies.recall_trial import RecallRun, Setting
+from mercer.studies.records import RecallRecord, write_record
+from mercer.studies.records.recall import RecallTask, RecallTrial
+from mercer.studies.report import write_page
+from mercer.studies.report.marks import label
+from mercer.studies.report.numbers import duration
+from mercer.training.config import TrainConfig
+
+LAYERS = 2
+MODEL = {"layers": LAYERS, "position": "alibi", "tie_embeddings": False, "init_std": 0.125}
+"""ALiBi's steep heads see the token just before, which is what the first layer has to find here; with rotary positions
+no training of this length found it. Weights of 1/sqrt(64) bring the scores out of the flat part of the kernel."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a budget buys. ``seconds`` None: the steps are run whatever they take."""
+
+    attentions: tuple[str, ...]
+    pairs: tuple[int, ...]
+    vocabulary: int
+    length_per_pair: int
+    dims: tuple[int, ...]
+    heads: int
+    rates: tuple[float, ...]
+    steps: int
+    seeds: int
+    batch: int = 64
+    held_out: int = 256
+    seconds: float | None = None
+
+
+_FEW = ("softmax", "taylor2-l2", "softmax,elu-sum", "softmax,taylor1-l2", "softmax,taylor2-l2")
+_MANY = (
+    "softmax",
+    "exp-l2",
+    *(
+        f"{first}{name}"
+        for first in ("", "softmax,")
+        for name in ("elu-sum", "taylor1-l2", "taylor2-l2", "taylor2-sum")
+    ),
+    "softmax,taylor3-l2",
+)
+BUDGETS: dict[Budget, Plan] = {
+    "quick": Plan(_FEW, (2, 4, 8, 16), 64, 4, (64,), 4, (3e-3, 6e-3), steps=2500, seeds=1, seconds=480),
+    "standard": Plan(_MANY, (2, 4, 8, 16, 32, 64), 512, 4, (64, 128), 4, (1e-3, 3e-3, 1e-2), steps=6000, seeds=1),
+    "full": Plan(
+        _MANY, (4, 8, 16, 32, 64), 8192, 16, (64, 128, 256), 4, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), steps=20000, seeds=3
+    ),
+}
+
+
+def run(
+    budget: str = "quick",
+    out: str | Path = "runs/recall-quick",
+    *,
+    attentions: Sequence[str] = (),
+    seeds: int | None = None,
+    steps: int | None = None,
+    device: str = "auto",
+    command: str = "mercer study recall",
+    quiet: bool = False,
+) -> Path:
+    """Run the study in ``out``, or continue the one that was begun there. Returns the path of its page.
+
+    Args:
+        budget: "quick" (64 tokens, up to 16 pairs, as many of 2,500 steps as fit), "standard" (512 tokens, 64 pairs),
+            "full" (8,192 tokens, the published lengths).
+        out: receives recall.json, its schema, recall.html and a folder for each run.
+        attentions: names instead of the budget's; "softmax,elu-sum" has softmax in the first layer.
+        seeds, steps: instead of the budget's. ``steps`` also skips the measurement that the quick budget begins with.
+        device, command, quiet: as in ``mercer.studies.orders.run``.
+
+    Raises:
+        InvalidArgument: an unknown budget or attention, or a folder begun with other settings.
+        Interrupted: stopped by a signal; the same call continues.
+    """
+    return _Study(check_budget(budget), Path(out), attentions, seeds, steps, device, command, quiet).run()
+
+
+class _Study:
+    def __init__(
+        self,
+        budget: Budget,
+        out: Path,
+        attentions: Sequence[str],
+        seeds: int | None,
+        steps: int | None,
+        device: str,
+        command: str,
+        quiet: bool,
+    ) -> None:
+        for name, value in (("seeds", seeds), ("steps", steps)):
+            if value is not None and value < 1:
+                raise InvalidArgument(f"{name} is {value}; it must be at least 1.")
+        self.budget, self.out, self.device, self.quiet = budget, out, device, quiet
+        self.plan = plan = BUDGETS[budget]
+        self.attentions = list(dict.fromkeys(_canonical(name) for name in attentions or plan.attentions))
+        self.seeds = list(range(seeds or plan.seeds))
+        self.tasks = tuple(Recall(n, plan.length_per_pair * n, plan.vocabulary) for n in plan.pairs)
+        asked = {
+            "study": "recall",
+            "budget": budget,
+            "attentions": self.attentions,
+            "seeds": len(self.seeds),
+            "steps": steps,
+        }
+        self.folder = StudyFolder(out, asked, command)
+        self.calibration: dict[str, float] = {}
+        self.steps = self._fixed_steps(steps)
+
+    def _fixed_steps(self, asked: int | None) -> int:
+        if asked is not None or self.plan.seconds is None:
+            return asked or self.plan.steps
+        kept = self.folder.remembered("calibration")
+        if kept is None:
+            StudyProgress(1, quiet=self.quiet).say("Measuring how long a step takes, to fix one number for all.")
+            seconds = {name: self._seconds_per_step(name) for name in self.attentions}
+            steps = fitting_steps(
+                seconds,
+                runs=len(self.plan.rates) * len(self.plan.dims) * len(self.seeds),
+                most=self.plan.steps,
+                room=self.plan.seconds - self.folder.seconds,
+                evaluations=2 * len(self.tasks) * self.plan.held_out / self.plan.batch / 3,
+            )
+            kept = {"steps": steps, "seconds": seconds}
+            self.folder.remember("calibration", kept)
+        self.calibration = kept["seconds"]
+        return kept["steps"]
+
+    def _seconds_per_step(self, name: str) -> float:
+        """The mean over the tasks, which take turns."""
+        setting = self._setting(name, self.plan.dims[-1], self.plan.rates[0], 0, len(self.tasks) * 5)
+        runner = RecallRun(setting, None)
+        size = len(self.tasks)
+
+        def round_of_tasks(number: int) -> None:
+            for task in range(size):
+                runner.step(number * size + task)
+
+        return seconds_per_step(round_of_tasks) / size
+
+    def _setting(self, name: str, dim: int, rate: float, seed: int, steps: int) -> Setting:
+        plan, names = self.plan, name.split(",")
+        model = ModelConfig(
+            **MODEL, vocab_size=plan.vocabulary, dim=dim, heads=plan.heads, seed=seed,
+            attention=names[0] if len(names) == 1 else names, max_length=plan.length_per_pair * max(plan.pairs),
+        )  # fmt: skip
+        train = TrainConfig(
+            steps=steps, batch=plan.batch, length=model.max_length, learning_rate=rate, seed=seed, device=self.device,
+            checkpoint_every=max(1, steps // 4),
+        )  # fmt: skip
+        return Setting(model, train, self.tasks, plan.held_out)
+
+    def _order(self) -> list[tuple[str, int, float, int]]:
+        plan = self.plan
+        return [
+            (name, dim, rate, seed)
+            for seed in self.seeds
+            for dim in plan.dims
+            for name in self.attentions
+            for rate in plan.rates
+        ]
+
+    def run(self) -> Path:
+        order, trials = self._order(), list[RecallTrial]()
+        kept = {key: self._kept(*key) for key in order}
+        before = sum(self.steps for trial in kept.values() if trial)
+        try:
+            with StudyProgress(self.steps * len(order), before, quiet=self.quiet) as progress:
+                progress.say(
+                    f"{len(order)} runs of {self.steps} steps in {self.out}"
+                    + (f"; {before // self.steps} are finished." if before else ".")
+                )
+                page = self._write(trials)
+                for place, key in enumerate(order):
+                    trial = kept[key]
+                    if trial is None:
+                        trial = self._trial(*key, f"{place + 1}/{len(order)}", before, progress)
+                        before += self.steps
+                        progress.say(_line(trial))
+                    trials.append(trial)
+                    page = self._write(trials)
+        finally:
+            self.folder.save_work()
+        return page
+
+    def _folder_of(self, name: str, dim: int, rate: float, seed: int) -> Path:
+        return self.out / "trials" / f"{slug(name)}-width{dim}-rate{rate:g}-seed{seed}"
+
+    def _kept(self, name: str, dim: int, rate: float, seed: int) -> RecallTrial | None:
+        path = self._folder_of(name, dim, rate, seed) / "trial.json"
+        return RecallTrial.model_validate(read_json(path)) if path.exists() else None
+
+    def _trial(
+        self, name: str, dim: int, rate: float, seed: int, place: str, before: int, progress: StudyProgress
+    ) -> RecallTrial:
+        folder = self._folder_of(name, dim, rate, seed)
+        setting = self._setting(name, dim, rate, seed, self.steps)
+
+        def show(done: int, loss: float) -> None:
+            text = f"{place} {label(name)}, rate {rate:g}: step {done}/{self.steps} loss {loss:.3f}"
+            progress.update(before + done, text)
+
+        common = {"attention": name, "dim": dim, "learning_rate": rate, "seed": seed}
+        parameters = DecoderLM(setting.model).parameter_count
+        runner = RecallRun(setting, folder)
+        try:
+            seconds = runner.train(show)
+            trial = RecallTrial(
+                **common, results=runner.evaluate(), steps=self.steps, seconds=seconds, parameters=parameters
+            )
+        except NonFinite as error:
+            trial = RecallTrial(
+                **common, status="diverged", reason=str(error), results=[], steps=runner.at, seconds=0.0,
+                parameters=parameters,
+            )  # fmt: skip
+        write_json(folder / "trial.json", trial.model_dump(mode="json"))
+        return trial
+
+    def _write(self, trials: list[RecallTrial]) -> Path:
+        plan = self.plan
+        task = RecallTask(
+            vocabulary=plan.vocabulary, pairs=list(plan.pairs), length_per_pair=plan.length_per_pair,
+            power=self.tasks[0].power, heldout_sequences=plan.held_out,
+        )  # fmt: skip
+        head_dims = {dim: dim // plan.heads for dim in plan.dims}
+        summaries = summarize(trials, task, plan.heads, head_dims)
+        setting = self._setting(self.attentions[0], plan.dims[0], plan.rates[0], 0, self.steps)
+        rates = {"learning_rates": list(plan.rates)}
+        record = RecallRecord(
+            finished=len(trials) == len(self._order()),
+            provenance=self.folder.provenance(self.budget, self.seeds, self.device),
+            task=task,
+            model=setting.model.model_dump(mode="json", exclude={"attention", "dim", "gain", "gain_init", "seed"}),
+            training=rates | {k: v for k, v in setting.train.model_dump(mode="json").items() if k in _SHOWN},
+            calibration=self.calibration,
+            trials=trials,
+            summaries=summaries,
+            capacities=capacities(summaries, plan.heads, head_dims),
+            findings=conclude(summaries, task),
+        )
+        return write_page(write_record(record, self.out))
+
+
+_SHOWN = {"steps", "batch", "warmup", "floor", "weight_decay", "beta1", "beta2", "epsilon", "clip", "dtype"}
+
+
+def _canonical(name: str) -> str:
+    names = [attention_name(*parse_attention(part.strip())) for part in name.split(",")]
+    if len(names) > LAYERS:
+        raise InvalidArgument(f"attention {name!r} names {len(names)} layers; the models of this study have {LAYERS}.")
+    return names[0] if len(set(names)) == 1 else ",".join(names)
+
+
+def _line(trial: RecallTrial) -> str:
+    begin = f"{label(trial.attention)}, width {trial.dim}, rate {trial.learning_rate:g}, seed {trial.seed}: "
+    if trial.status == "diverged":
+        return f"{begin}diverged: {trial.reason}"
+    found = ", ".join(f"{r.pairs} pairs {100 * r.accuracy:.0f} %" for r in trial.results)
+    return f"{begin}{found} in {duration(trial.seconds)}"
