@@ -22,7 +22,7 @@ help:
 	@echo "make test    run every test (ARGS='-m \"not slow\"' leaves the slow ones out)"
 	@echo "make lint    style, layers and types"
 	@echo "make bench   measure against other libraries, side by side"
-	@echo "make docs    write docs/cli.md again from the commands"
+	@echo "make docs    write docs/cli.md and docs/support.md again from the code"
 	@echo "make clean   remove caches and builds; make distclean removes .venv too"
 
 study: $(VENV)/.installed-base
@@ -44,6 +44,7 @@ bench: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-base
 	"$(VENV)/bin/python" scripts/cli_docs.py
+	"$(VENV)/bin/python" scripts/support_docs.py
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

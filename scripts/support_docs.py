@@ -1,0 +1,95 @@
+"""Write docs/support.md from `mercer.core.support`: `python scripts/support_docs.py`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
+from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Merged, Padding, Structure, Window, merge
+from mercer.core.support import FORMS, PATHS, unsupported
+
+PAGE = Path(__file__).parent.parent / "docs" / "support.md"
+KERNELS: dict[str, list[Kernel]] = {
+    "`Exp`, `Gaussian`": [Exp(), Gaussian()],
+    "`Taylor(even)`, `Power(even)`": [Taylor(2), Taylor(4), Power(2)],
+    "`Taylor(odd)`, `Power(odd)`": [Taylor(1), Taylor(3), Power(1)],
+    "`Elu`, `Relu`": [Elu(), Relu()],
+    "`Cosine`": [Cosine()],
+}
+FINITE: list[Kernel] = [k for kernels in KERNELS.values() for k in kernels if k.feature_dim(1) is not None]
+EVERY: list[Kernel] = [k for kernels in KERNELS.values() for k in kernels]
+NORMALIZERS: dict[str, Normalizer] = {"`Sum`": Sum(), "`L2`": L2(), "`RMS`": RMS(), "`Identity`": Identity()}
+_ONE = torch.ones(1)
+STRUCTURES: dict[str, Structure] = {
+    "`Full`": Full(),
+    "`Causal`": Causal(),
+    "`Window(l, 0)`": Window(3, 0),
+    "`Window(l, r)`": Window(3, 2),
+    "`Padding`": Padding(lengths=torch.ones(1, dtype=torch.int64)),
+    "`Documents`": Documents(torch.tensor([0, 1])),
+    "`Causal & Documents`": Causal() & Documents(torch.tensor([0, 1])),
+    "`Alibi`": Alibi(_ONE),
+    "`Causal & Alibi`": Causal() & Alibi(_ONE),
+    "`Causal & Decay`": Causal() & Decay(_ONE),
+}
+
+
+def forms(kernels: list[Kernel], merged: Merged, path: str) -> str:
+    """The forms that work on one path for all of these kernels alike."""
+    works = {tuple(f for f in FORMS if unsupported(k, L2(), merged, f, path) is None) for k in kernels}
+    assert len(works) == 1, f"these kernels differ in their forms: {works}"
+    return ", ".join(works.pop()) or "-"
+
+
+def stateful(kernels: list[Kernel], merged: Merged, path: str) -> str:
+    works = {unsupported(k, L2(), merged, "chunked", path, stateful=True) is None for k in kernels}
+    assert len(works) == 1
+    return "yes" if works.pop() else "-"
+
+
+def normaliser(kernels: list[Kernel], normalizer: Normalizer) -> str:
+    works = {unsupported(k, normalizer, merge(Causal()), "chunked", "pairs") is None for k in kernels}
+    assert len(works) == 1
+    return "yes" if works.pop() else "with `signed=True`"
+
+
+def page() -> Iterator[str]:
+    yield "# What composes with what"
+    yield ""
+    yield "Written by `scripts/support_docs.py` from the table that the dispatcher and the contract tests read."
+    yield "The *pairs* path computes scores of query-key pairs, and its state is a key/value cache; the *features* path"
+    yield "carries a state of fixed size. A cell with a dash raises `Unsupported` with the reason and what would work."
+    yield ""
+    yield "## Structures and forms"
+    yield ""
+    yield "| structure | pairs: every kernel | with a cache | features: every kernel but `Exp`, `Gaussian` | with a state |"
+    yield "|---|---|---|---|---|"
+    for name, structure in STRUCTURES.items():
+        merged = merge(structure)
+        cells = [
+            column(kernels, merged, path)
+            for path, kernels in zip(PATHS, (EVERY, FINITE), strict=True)
+            for column in (forms, stateful)
+        ]
+        yield f"| {name} | " + " | ".join(cells) + " |"
+    yield ""
+    yield "`Padding` composes with every structure except `Documents`; windows, `Alibi` and `Decay` compose with each other"
+    yield "and with `Documents`. Grouped- and multi-query heads, a value dimension of its own, and float64, float32, bfloat16"
+    yield "and float16 work in every cell."
+    yield ""
+    yield "## Kernels and normalisers"
+    yield ""
+    yield "| kernel | " + " | ".join(NORMALIZERS) + " |"
+    yield "|---" * (len(NORMALIZERS) + 1) + "|"
+    for name, kernels in KERNELS.items():
+        yield f"| {name} | " + " | ".join(normaliser(kernels, n) for n in NORMALIZERS.values()) + " |"
+
+
+def text() -> str:
+    return "\n".join(page()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text())
