@@ -64,7 +64,7 @@ def page() -> Iterator[str]:
     yield ""
     yield "## Structures and forms"
     yield ""
-    yield "| structure | pairs: every kernel | with a cache | features: every kernel but `Exp`, `Gaussian` | with a state |"
+    yield "| structure | pairs: every kernel | with a cache | features: all but `Exp`, `Gaussian` | with a state |"
     yield "|---|---|---|---|---|"
     for name, structure in STRUCTURES.items():
         merged = merge(structure)
@@ -75,9 +75,9 @@ def page() -> Iterator[str]:
         ]
         yield f"| {name} | " + " | ".join(cells) + " |"
     yield ""
-    yield "`Padding` composes with every structure except `Documents`; windows, `Alibi` and `Decay` compose with each other"
-    yield "and with `Documents`. Grouped- and multi-query heads, a value dimension of its own, and float64, float32, bfloat16"
-    yield "and float16 work in every cell."
+    yield "`Padding` composes with every structure except `Documents`; windows, `Alibi` and `Decay` compose with each"
+    yield "other and with `Documents`. Grouped- and multi-query heads, a value dimension of its own, and float64,"
+    yield "float32, bfloat16 and float16 work in every cell."
     yield ""
     yield "## Kernels and normalisers"
     yield ""

@@ -1,0 +1,15 @@
+"""The Python blocks of README and architecture page run, top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_the_code_of_a_page_runs(page: str):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert blocks, f"{page} shows no code"
+    exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})  # noqa: S102 - the pages are our own
