@@ -128,6 +128,8 @@ def test_the_machine_has_rates() -> None:
         ({1: 0.5, 2: 0.5, 4: 0.5, 8: 0.5}, Where(kind="always")),
         ({1: 9.0, 2: 9.0, 4: 9.0, 8: 9.0}, Where(kind="never")),
         ({1: 0.5, 2: 9.0, 4: 4.1, 8: 9.0}, Where(kind="never")),
+        ({1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}, Where(kind="never")),
+        ({1: 1.0, 2: 2.0, 4: 4.0, 8: 4.0}, Where(kind="at", length=4.0)),
         ({16: 1.0}, Where(kind="unknown")),
     ],
 )
@@ -151,6 +153,8 @@ def line(attention: str, form: str, seconds: list[float], plan: list[float], sta
 def test_the_best_form_counts() -> None:
     points = line("a", "dense", [1, 2, 8], [1, 2, 8], [1, 1, 1]) + line("a", "chunked", [2, 2, 2], [1, 1, 1], [1, 1, 1])
     assert best_curve(points, "a", "prefill", lambda p: p.seconds_per_token) == {1: 1, 2: 2, 4: 2}
+    slow = [p.model_copy(update={"path": "features", "seconds_per_token": 9.0}) for p in points[:1]]
+    assert best_curve(points + slow, "a", "prefill", lambda p: p.seconds_per_token) == {1: 9}
 
 
 @pytest.mark.parametrize(

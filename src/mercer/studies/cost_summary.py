@@ -12,16 +12,21 @@ from mercer.studies.report.numbers import short
 
 FACTOR = 2.0
 """A planned crossing within this factor of the measured one counts as right."""
+TIE = 1e-3
+"""A logarithm of a ratio this near 0 is no difference: two caches of one size, or two plans of one count."""
 
 Value = Callable[[CostPoint], float | None]
 
 
 def best_curve(points: Sequence[CostPoint], attention: str, phase: Phase, value: Value) -> dict[int, float]:
-    """The least value over an attention's forms at each length."""
+    """The least value over an attention's forms at each length; with a feature state where the attention has one."""
+    chosen = [p for p in points if (p.attention, p.phase, p.status) == (attention, phase, "measured")]
+    if any(p.path == "features" for p in chosen):
+        chosen = [p for p in chosen if p.path == "features"]
     curve: dict[int, float] = {}
-    for point in points:
+    for point in chosen:
         found = value(point)
-        if point.attention == attention and point.phase == phase and point.status == "measured" and found is not None:
+        if found is not None:
             curve[point.length] = min(curve.get(point.length, math.inf), found)
     return curve
 
@@ -32,14 +37,14 @@ def crossing(incumbent: dict[int, float], challenger: dict[int, float]) -> Where
     if not lengths:
         return Where(kind="unknown")
     gaps = [math.log(challenger[n] / incumbent[n]) for n in lengths]
-    if gaps[-1] > 0:
+    if gaps[-1] >= -TIE:
         return Where(kind="never")
     place = len(gaps) - 1
-    while place > 0 and gaps[place - 1] <= 0:
+    while place > 0 and gaps[place - 1] < -TIE:
         place -= 1
     if place == 0:
         return Where(kind="always")
-    share = gaps[place - 1] / (gaps[place - 1] - gaps[place])
+    share = max(gaps[place - 1], 0.0) / (max(gaps[place - 1], 0.0) - gaps[place])
     before, after = math.log(lengths[place - 1]), math.log(lengths[place])
     return Where(kind="at", length=math.exp(before + share * (after - before)))
 

@@ -8,12 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a figure's legend; pressing it shows or hides its traces."""
+    """A line of a figure's legend; pressing it shows or hides its traces. ``shown``: whether they are there at "
+    "first."""
 
     label: str
     colour: str
     dash: str
     traces: tuple[int, ...]
+    shown: bool = True
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,11 @@ def _tokens(count: float) -> str:
     return f"{count / 1024:g}k" if count >= 1024 and count % 1024 == 0 else f"{count:,.0f}"
 
 
+def _finite(record: CostRecord) -> set[str]:
+    """The attentions with a feature state."""
+    return {p.attention for p in record.points if p.path == "features" and p.status == "measured"}
+
+
 def _time(record: CostRecord, phase: Phase) -> list[Figure]:
     plot = Plot(
         "context, tokens",
@@ -99,6 +104,7 @@ def _time(record: CostRecord, phase: Phase) -> list[Figure]:
         ),
     )
     said: list[str] = []
+    finite = _finite(record)
     for name, points in _ways(record, phase).items():
         seconds = [p.seconds_per_token for p in points]
         plot.line(
@@ -109,6 +115,7 @@ def _time(record: CostRecord, phase: Phase) -> list[Figure]:
             mode="lines+markers",
             hover="%{x:,} tokens: %{text}",
             text=[numbers.duration(value) for value in seconds],
+            shown=points[0].path == "features" or points[0].attention not in finite,
         )
         if all(p.low is not None and p.high is not None for p in points):
             plot.traces[-1].error_y = {
@@ -130,7 +137,8 @@ def _time(record: CostRecord, phase: Phase) -> list[Figure]:
             "Time per token",
             f"Time per token in {phase} against the context length, both on logarithmic scales: {'; '.join(said)}.",
             "Medians of interleaved repeats; bars span the quartiles. Solid lines are dense, dashed chunked, dotted "
-            "recurrent; circles score pairs, diamonds keep features.",
+            "recurrent; circles score pairs, diamonds keep features. Attentions that have features can also score "
+            "pairs: press their names.",
             height=460,
         )
     ]
@@ -149,7 +157,8 @@ def _state(record: CostRecord) -> list[Figure]:
     seen: set[tuple[str, str]] = set()
     for points in _ways(record, "decode").values():
         first = points[0]
-        if (first.attention, first.path) in seen or first.state_bytes is None:
+        cached = first.path == "pairs" and first.attention in _finite(record)  # the same cache as softmax's
+        if (first.attention, first.path) in seen or first.state_bytes is None or cached:
             continue
         seen.add((first.attention, first.path))
         name = f"{label(first.attention)}, {'cache' if first.path == 'pairs' else 'features'}"

@@ -67,6 +67,7 @@ class Plot:
         size: float = 7,
         dash: str | None = None,
         legend: bool = True,
+        shown: bool = True,
     ) -> None:
         """A line, markers or both; ``spread`` draws the interval of each point."""
         trace = go.Scatter(
@@ -84,6 +85,7 @@ class Plot:
             hovertemplate=f"<b>{label}</b><br>{hover}<extra></extra>",
             text=list(text) if text else None,
             connectgaps=False,
+            visible=shown,
         )
         if spread and any(s is not None and s.decided for s in spread):
             trace.error_y = {
@@ -97,7 +99,7 @@ class Plot:
             }
         self.traces.append(trace)
         if legend:
-            self.legend.append(Entry(label, mark.colour, dash or mark.dash, (len(self.traces) - 1,)))
+            self.legend.append(Entry(label, mark.colour, dash or mark.dash, (len(self.traces) - 1,), shown))
 
     def whisker(self, label: str, row: str, value: Interval, mark: Mark, hover: str) -> None:
         """A point with its interval along x, on a row named by its category."""

@@ -73,10 +73,14 @@ def day(stamp: str) -> str:
 
 
 def ticks(values: Iterable[float], base: int, words: Callable[[float], str]) -> dict[str, object]:
-    """A logarithmic axis marked at the powers of ``base`` around the values, each in words."""
+    """A logarithmic axis marked at the powers of ``base`` around the values, each in words; at 1, 2 and 5 if it spans less
+    than two powers of ten."""
     known = [value for value in values if value > 0]
     if not known:
         return {}
     first, last = math.floor(math.log(min(known), base) + 1e-9), math.ceil(math.log(max(known), base) - 1e-9)
     marks = [float(base) ** power for power in range(first, max(last, first + 1) + 1)]
+    if base == 10 and max(known) < 100 * min(known):
+        fine = [step * mark for mark in marks for step in (1, 2, 5)]
+        marks = [mark for mark in fine if min(known) / 2 <= mark <= max(known) * 2]
     return {"tickvals": marks, "ticktext": [words(value) for value in marks], "dtick": None}
