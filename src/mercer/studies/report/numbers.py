@@ -73,8 +73,10 @@ def day(stamp: str) -> str:
 
 
 def ticks(values: Iterable[float], base: int, words: Callable[[float], str]) -> dict[str, object]:
-    """A logarithmic axis marked at the powers of ``base`` around the values, each in words; at 1, 2 and 5 if it spans less
-    than two powers of ten."""
+    """A logarithmic axis marked at the powers of ``base`` around the values, each in words.
+
+    One that spans less than two powers of ten is marked at 1, 2 and 5 too.
+    """
     known = [value for value in values if value > 0]
     if not known:
         return {}
