@@ -55,7 +55,10 @@ class Kernel(ABC):
         """f'(score), elementwise."""
         with torch.enable_grad():
             score = score.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.profile(score).sum(), score)
+            value = self.profile(score)
+            if not value.requires_grad:  # a constant profile
+                return torch.zeros_like(score)
+            (slope,) = torch.autograd.grad(value.sum(), score)
         return slope
 
     def profile_and_derivative(self, score: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mercer.backends.causal import causal_softmax
 from mercer.backends.sdpa import sdpa
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, Tokens, layout, tokens
@@ -69,6 +70,9 @@ def _pairs(
         key, value = torch.cat((past.keys, key), 2), torch.cat((past.values, value), 2)
     view = layout(call.merged, own, None if past is None else past.past())
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if call.backend == "numba":
+        rows = causal_softmax(query.to(precision), key.to(precision), value.to(precision), call.scale)
+        return rows, None, _cache(call, own, view, key, value) if call.return_state else None
     mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
     mapped_key = call.kernel.map_key(key.to(precision))
     mapped = (mapped_query, mapped_key, value.to(precision))
@@ -143,14 +147,17 @@ def _features(
 ) -> tuple[Tensor, Tensor | None, State | None]:
     batch, query_heads = query.shape[:2]
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
+    key, value = (
+        key.to(precision),
+        value.to(precision),
+    )  # first: so gradients of a group are summed unrounded
     log = _feature_log(call, own)
     heads = key.shape[1]
     if log is not None and log.shape[1] == query_heads != heads:
         key, value = key.repeat_interleave(query_heads // heads, 1), value.repeat_interleave(query_heads // heads, 1)
         heads = query_heads
     mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
-    mapped_key = call.kernel.map_key(key.to(precision))
-    value = value.to(precision)
+    mapped_key = call.kernel.map_key(key)
     value_dim = value.shape[-1]
     if call.normalizer.needs_denominator:  # the mass z is the state of a value that is 1 for every real token
         ones = value.new_ones(()).expand(*value.shape[:-1], 1)
