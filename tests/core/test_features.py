@@ -64,6 +64,14 @@ def test_profiles_know_their_derivatives(kernel: Kernel):
     torch.testing.assert_close(torch.ones_like(s) if slope is None else slope, by_autograd, rtol=1e-12, atol=1e-12)
 
 
+def test_a_constant_profile_has_derivative_zero():
+    class Mean(Exp):
+        def profile(self, score: Tensor) -> Tensor:
+            return torch.ones_like(score)
+
+    assert not Kernel.derivative(Mean(), torch.randn(4)).any()
+
+
 @pytest.mark.parametrize("kernel", ALL, ids=str)
 def test_positive_kernels_are_not_negative(kernel: Kernel, generator: torch.Generator):
     a, b = (torch.randn(2000, 2, generator=generator, dtype=torch.float64) * 2 for _ in range(2))
