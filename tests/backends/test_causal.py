@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("numba")
 
-from mercer.backends.causal import causal_softmax, serves
+import mercer
+from mercer.backends.causal import causal_softmax
 
 
 def draw(batch, heads, kv_heads, length, dim, dtype=torch.float32, size=1.0):
@@ -86,11 +87,31 @@ def test_contiguous_inputs_and_outer_slices_give_the_same():
     )
 
 
-def test_it_serves_what_it_can_and_what_pays():
-    assert serves("cpu", torch.float32, 128, 256, 16)
-    assert serves("cpu", torch.bfloat16, 128, 256, 128)
-    assert not serves("cuda", torch.float32, 128, 256, 16)
-    assert not serves("cpu", torch.float64, 128, 256, 16)
-    assert not serves("cpu", torch.float32, 128, 256, 24)
-    assert not serves("cpu", torch.float32, 128, 256, 256)
-    assert not serves("cpu", torch.float32, 1, 64, 16)
+@pytest.mark.parametrize("normalizer", [mercer.Sum(), mercer.L2(), mercer.RMS()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_chooses_the_kernels_and_agrees_with_the_dense_form(normalizer, dtype):
+    inputs = draw(2, 4, 2, 400, 16, dtype)
+    arguments = {"normalizer": normalizer, "structure": mercer.Causal()}
+    assert mercer.plan(*inputs, form="chunked", **arguments).backend == "numba"
+    out, dense = (mercer.attention(*inputs, form=form, **arguments) for form in ("chunked", "dense"))
+    upstream = torch.randn_like(out)
+    got, wanted = (torch.autograd.grad(y, inputs, upstream) for y in (out, dense))
+    unit = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for a, b in zip((out, *got), (dense, *wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=unit * max(1.0, b.abs().max().item()))
+
+
+def test_what_the_kernels_do_not_take_goes_elsewhere():
+    def backend(length=400, dim=16, dtype=torch.float32, structure=None, kernel=None):
+        inputs = draw(2, 4, 2, length, dim, dtype)
+        structure = mercer.Causal() if structure is None else structure
+        return mercer.plan(*inputs, form="chunked", path="pairs", kernel=kernel, structure=structure).backend
+
+    assert backend() == "numba"
+    assert backend(length=64) != "numba"  # too little work
+    assert backend(dim=24) != "numba"
+    assert backend(dim=256) != "numba"
+    assert backend(dtype=torch.float64) != "numba"
+    assert backend(structure=mercer.Full()) != "numba"
+    assert backend(structure=mercer.Causal() & mercer.Window.last(9)) != "numba"
+    assert backend(kernel=mercer.Elu()) == "torch"

@@ -118,8 +118,7 @@ class Attention(nn.Module):
         padding: bool [B, L], True for real tokens, anywhere; masked tokens are as if absent. structure: composed with
         the layer's own for this call (documents, decay). state: what earlier tokens left behind; x continues them.
         """
-        batch, length, dim = x.shape
-        if dim != self.dim:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
             raise InvalidArgument(f"attention expects [B, L, {self.dim}], got a tensor of {list(x.shape)}")
         q, k, v = self._project(x, padding, state)
         used = self.structure if structure is None else self.structure & structure
