@@ -34,6 +34,7 @@ def attention(
     return_state: Literal[False] = False,
     form: str = "auto",
     path: str = "auto",
+    backend: str = "auto",
 ) -> Tensor: ...
 @overload
 def attention(
@@ -49,6 +50,7 @@ def attention(
     return_state: Literal[True],
     form: str = "auto",
     path: str = "auto",
+    backend: str = "auto",
 ) -> tuple[Tensor, State]: ...
 def attention(
     query: Tensor,
@@ -63,6 +65,7 @@ def attention(
     return_state: bool = False,
     form: str = "auto",
     path: str = "auto",
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, State]:
     """Attention: a kernel, a normaliser and a structure,
 
@@ -83,6 +86,8 @@ def attention(
         return_state: also return the state after this call's tokens.
         form: ``"auto"``, ``"dense"``, ``"chunked"`` or ``"recurrent"``.
         path: ``"auto"``, ``"pairs"`` or ``"features"``.
+        backend: ``"auto"``, ``"torch"``, ``"sdpa"`` or ``"numba"``; the last two serve ``Exp`` in the chunked form by
+            pairs.
 
     Returns:
         ``[B, Hq, Lq, Dv]`` in the dtype of ``query``; with ``return_state`` a pair of it and a
@@ -95,7 +100,7 @@ def attention(
         NonFinite: ``Identity`` with an exponential kernel left the range of the accumulator.
     """
     kernel, normalizer, merged, chosen = _resolve(
-        query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path
+        query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path, backend
     )
     factor = kernel.default_scale(query.shape[-1]) if scale is None else float(scale)
     call = Call(
@@ -133,13 +138,16 @@ def plan(
     return_state: bool = False,
     form: str = "auto",
     path: str = "auto",
+    backend: str = "auto",
 ) -> Plan:
     """How :func:`attention` would compute the same arguments: form, path, operations, bytes, and the reason. Runs
     nothing.
 
     Only shapes, dtypes and devices of the tensors are read, so tensors on the ``meta`` device will do.
     """
-    return _resolve(query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path)[-1]
+    return _resolve(query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path, backend)[
+        -1
+    ]
 
 
 def _resolve(
@@ -154,6 +162,7 @@ def _resolve(
     return_state: bool,
     form: str,
     path: str,
+    backend: str,
 ) -> tuple[Kernel, Normalizer, Merged, Plan]:
     kernel = Exp() if kernel is None else kernel
     normalizer = Sum() if normalizer is None else normalizer
@@ -163,7 +172,12 @@ def _resolve(
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
     state_path = None if state is None else "features" if isinstance(state, FeatureState) else "pairs"
     stateful = state is not None or return_state
-    return kernel, normalizer, merged, choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path)
+    return (
+        kernel,
+        normalizer,
+        merged,
+        choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path, backend),
+    )
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merged: Merged) -> Sizes:
@@ -211,4 +225,5 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         past_length,
         accumulator,
         query.element_size(),
+        query.device.type,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mercer.backends.sdpa import serves
+from mercer.backends import causal, sdpa
 from mercer.core import cost
 from mercer.core.kernels import Kernel
 from mercer.core.normalizers import Normalizer
@@ -18,8 +18,11 @@ memory.
 """
 
 
+BACKENDS = ("torch", "sdpa", "numba")
 EXPANSION = 2.0
-"""How much longer an operation of the feature path takes where features must be expanded (measured, see docs/lab.md)."""
+"""How much longer an operation of the feature path takes where features must be expanded (measured, see
+docs/lab.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,12 @@ def choose(
     path: str = "auto",
     stateful: bool = False,
     state_path: str | None = None,
+    backend: str = "auto",
 ) -> Plan:
     """Resolve ``form`` and ``path``; raises :class:`Unsupported` with the reason if no cell of the support table
     fits.
     """
-    for name, value, allowed in (("form", form, FORMS), ("path", path, PATHS)):
+    for name, value, allowed in (("form", form, FORMS), ("path", path, PATHS), ("backend", backend, BACKENDS)):
         if value != "auto" and value not in allowed:
             raise InvalidArgument(f"{name} must be 'auto' or one of {', '.join(map(repr, allowed))}, not {value!r}.")
     if state_path is not None:
@@ -96,12 +100,9 @@ def choose(
     else:
         flops = cost.pair_flops(merged, sizes)
         state_bytes = cost.cache_bytes(merged, sizes)
-    backend = (
-        "sdpa"
-        if chosen_form == "chunked" and chosen_path == "pairs" and serves(kernel, normalizer, merged, sizes)
-        else "torch"
-    )
-    return Plan(chosen_form, chosen_path, backend, flops, cost.io_bytes(sizes), state_bytes, f"{why_path} {why_form}")
+    chosen_backend, why_backend = _backend(kernel, normalizer, merged, sizes, chosen_form, chosen_path, backend)
+    reason = f"{why_path} {why_form}{why_backend}"
+    return Plan(chosen_form, chosen_path, chosen_backend, flops, cost.io_bytes(sizes), state_bytes, reason)
 
 
 def _path(
@@ -131,6 +132,29 @@ def _form(sizes: Sizes, possible: list[str], path: str, asked: str) -> tuple[str
     if "dense" in possible and sizes.query_length * (sizes.key_length + sizes.past_length) <= DENSE_PAIRS:
         return "dense", "So few pairs that the whole matrix is cheapest."
     return "chunked", "Tiles: memory linear in the length."
+
+
+def _backend(
+    kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes, form: str, path: str, asked: str
+) -> tuple[str, str]:
+    tiled = form == "chunked" and path == "pairs"
+    able = {
+        "numba": tiled and causal.serves(kernel, normalizer, merged, sizes),
+        "sdpa": tiled and sdpa.serves(kernel, normalizer, merged, sizes),
+        "torch": True,
+    }
+    if asked != "auto":
+        if not able[asked]:
+            raise Unsupported(
+                f"The {asked} backend does not compute {kernel} with {normalizer} in the {form} form by {path} for "
+                "this "
+                "structure, these sizes and this device: use "
+                f"backend={' or '.join(repr(b) for b, ok in able.items() if ok)}."
+            )
+        return asked, f" Backend {asked}, as asked."
+    if able["numba"] and causal.worth_while(sizes):
+        return "numba", " The fused causal kernels serve these sizes."
+    return ("sdpa", " torch's fused attention computes the same.") if able["sdpa"] else ("torch", "")
 
 
 def _engineering(value: int) -> str:

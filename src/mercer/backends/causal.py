@@ -19,6 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mercer.core.kernels import Exp, Kernel
+from mercer.core.normalizers import Normalizer
+from mercer.core.structures import Merged
+from mercer.core.support import Sizes
+
 WIDEST = 128
 """Largest head dimension: four query rows of scores and their factors still fit the registers and the nearest cache."""
 LEAST_PAIRS = 1 << 20
@@ -31,16 +36,30 @@ def installed() -> bool:
     return find_spec("numba") is not None
 
 
-def serves(device: str, dtype: torch.dtype, batch_heads: int, length: int, dim: int) -> bool:
-    """Whether the kernels take self-attention of these sizes, and are worth while for it."""
+def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
+    """Whether the kernels compute this combination: plain causal self-attention, in float32 sums, on the CPU."""
     return (
-        device == "cpu"
-        and dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and dim % 16 == 0
-        and dim <= WIDEST
-        and batch_heads * length * length >= LEAST_PAIRS
+        isinstance(kernel, Exp)
+        and normalizer.scale_invariant
+        and merged.causal
+        and merged.left is None
+        and not merged.weighted
+        and merged.padding is None
+        and merged.documents is None
+        and sizes.query_length == sizes.key_length > 0
+        and not sizes.past_length
+        and sizes.device == "cpu"
+        and sizes.itemsize == 4
+        and sizes.dim == sizes.value_dim
+        and sizes.dim % 16 == 0
+        and sizes.dim <= WIDEST
         and installed()
     )
+
+
+def worth_while(sizes: Sizes) -> bool:
+    """Whether there is work enough to pay for the kernels' start."""
+    return sizes.batch * sizes.query_heads * sizes.query_length * sizes.key_length >= LEAST_PAIRS
 
 
 def causal_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mercer.errors import InvalidArgument
 
@@ -115,6 +116,7 @@ class _Unit(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Tensor:
         (grad,) = grads
         out, inverse = ctx.saved_tensors

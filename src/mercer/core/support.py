@@ -35,6 +35,7 @@ class Sizes:
     past_length: int = 0
     itemsize: int = 4  # of the accumulators
     cache_itemsize: int = 4  # of keys and values as they came
+    device: str = "cpu"
 
 
 def unsupported(
