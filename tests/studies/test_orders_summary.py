@@ -7,7 +7,7 @@ import pytest
 from mercer.studies.arms import parse_arms
 from mercer.studies.orders_summary import conclude, difference, judge_equal, judge_lower, summarize
 from mercer.studies.records.common import Finding, Interval
-from mercer.studies.records.orders import OrdersTrial
+from mercer.studies.records.orders import OrdersTrial, Point
 
 NOISE = (0.0, 0.004, -0.003)
 
@@ -76,6 +76,16 @@ def test_one_seed_decides_only_what_is_beyond_luck() -> None:
     equal = verdicts({"softmax": 2.0, "exp-l2": 2.0}, seeds=1)[NORM]
     assert equal.verdict == "undecided"  # an equality within luck cannot be shown by one seed
     assert "one seed" in equal.text
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(2.0, "supported"), (1.9, "refuted")])
+def test_whether_training_had_settled(last: float, verdict: str) -> None:
+    curve = [Point(step=step, loss=loss) for step, loss in ((0, 5.0), (4, 2.3), (8, 2.01), (12, last))]
+    trials = [t.model_copy(update={"heldout_curve": curve}) for t in runs({"exp-l2": 3.0, "softmax": last})]
+    found = conclude(trials, parse_arms(["exp-l2", "softmax"]))[-1]
+    assert found.question == "Had training settled when this was measured?"
+    assert found.verdict == verdict
+    assert "From step 8 to step 12 the held-out loss of softmax fell by 0." in found.text
 
 
 def test_pairing_uses_the_seeds_both_have() -> None:

@@ -116,6 +116,7 @@ def conclude(trials: Sequence[OrdersTrial], arms: Sequence[Arm], margin: float =
         *_orders(trials, l2),
         *_reach(trials, have, l2, margin),
         *_sum_or_norm(trials, have, l2),
+        *_settled(trials, have, margin),
     ]
     for arm in arms:
         lost = [t for t in trials if t.arm == arm.name and t.status == "diverged"]
@@ -136,6 +137,7 @@ def _norm(trials: Sequence[OrdersTrial], have: dict[str, Arm], margin: float) ->
         gap = difference(trials, name, "softmax") if name in have and "softmax" in have else None
         if gap:
             verdict = judge_equal(gap, margin)
+            steps = max(t.steps for t in trials)
             findings.append(
                 Finding(
                     question=f"Can {word} replace softmax's denominator?",
@@ -145,8 +147,8 @@ def _norm(trials: Sequence[OrdersTrial], have: dict[str, Arm], margin: float) ->
                     + " "
                     + _so(
                         verdict,
-                        f"That is within the margin of {margin} nats.",
-                        f"That is beyond the margin of {margin} nats: at this length of training it cannot.",
+                        f"So it can: at {steps} steps it is at most {margin} nats above.",
+                        f"So it cannot: at {steps} steps it is more than {margin} nats above.",
                     ),
                 )
             )
@@ -241,3 +243,27 @@ def _sum_or_norm(trials: Sequence[OrdersTrial], have: dict[str, Arm], l2: list[A
                 )
             )
     return findings
+
+
+def _settled(trials: Sequence[OrdersTrial], have: dict[str, Arm], margin: float) -> list[Finding]:
+    """How much the reference, or else the first arm, still gained in the last third of its training."""
+    name = "softmax" if "softmax" in have else next(iter(have), None)
+    curves = [t.heldout_curve for t in trials if t.arm == name and t.status == "finished" and len(t.heldout_curve) > 2]
+    if name is None or not curves:
+        return []
+    end = curves[0][-1].step
+    start = max(p.step for p in curves[0] if p.step <= 2 * end / 3)
+    fall = sum(next(p.loss for p in c if p.step == start) - c[-1].loss for c in curves) / len(curves)
+    settled = abs(fall) <= margin
+    return [
+        Finding(
+            question="Had training settled when this was measured?",
+            verdict="supported" if settled else "refuted",
+            text=f"From step {start} to step {end} the held-out loss of {label(name)} fell by {decimal(fall)} nats. "
+            + (
+                f"That is within {margin} nats."
+                if settled
+                else "What is said above holds for this length of training; a longer one may say something else."
+            ),
+        )
+    ]
