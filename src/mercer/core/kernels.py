@@ -53,12 +53,13 @@ class Kernel(ABC):
 
     def derivative(self, score: Tensor) -> Tensor:
         """f'(score), elementwise."""
+        twice = torch.is_grad_enabled() and score.requires_grad
         with torch.enable_grad():
-            score = score.detach().requires_grad_()
-            value = self.profile(score)
+            at = score if twice else score.detach().requires_grad_()
+            value = self.profile(at)
             if not value.requires_grad:  # a constant profile
                 return torch.zeros_like(score)
-            (slope,) = torch.autograd.grad(value.sum(), score)
+            (slope,) = torch.autograd.grad(value.sum(), at, create_graph=twice)
         return slope
 
     def profile_and_derivative(self, score: Tensor) -> tuple[Tensor, Tensor | None]:

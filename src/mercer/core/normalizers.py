@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mercer.errors import InvalidArgument
 
@@ -100,33 +99,47 @@ class Identity(Normalizer):
 
 
 class _Unit(torch.autograd.Function):
-    """u / |u| over the last dimension; 0 at 0, with gradient 0. Safe from overflow and underflow of the squares."""
+    """u / |u| over the last dimension, and 1 / |u|; 0 at 0, with gradient 0. Squares neither overflow nor underflow.
+
+    Both are outputs, so that the backward pass, which reads them, can be differentiated again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
+    def forward(ctx: Any, u: Tensor) -> tuple[Tensor, Tensor]:
         norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
         unsafe = (norm < 1e-15) | (norm > 1e15)  # squares may have left the range: rescale by the largest entry first
+        direct = None
         if bool(unsafe.any()):
             largest = u.abs().amax(-1, keepdim=True)
-            safe = torch.where(largest == 0, torch.ones_like(largest), largest)
-            norm = torch.where(unsafe, torch.linalg.vector_norm(u / safe, dim=-1, keepdim=True) * safe, norm)
-        inverse = norm.reciprocal().masked_fill_(norm == 0, 0)
+            scaled = u / largest.masked_fill(largest == 0, 1)
+            size = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+            norm = torch.where(unsafe, size * largest, norm)
+            direct = scaled / size.masked_fill(size == 0, 1)
+        inverse = norm.reciprocal().masked_fill_(norm == 0, 0).clamp_(max=torch.finfo(u.dtype).max)
         out = u * inverse
+        if direct is not None:  # 1 / |u| of a subnormal u is out of range, u / |u| is not
+            out = torch.where(unsafe, direct, out)
         ctx.save_for_backward(out, inverse)
-        return out
+        ctx.set_materialize_grads(False)
+        return out, inverse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Tensor:
-        (grad,) = grads
+    def backward(ctx: Any, *grads: Any) -> Tensor | None:
+        grad, grad_inverse = grads
         out, inverse = ctx.saved_tensors
-        along = (out * grad).sum(-1, keepdim=True)
-        return torch.addcmul(grad, out, along, value=-1).mul_(inverse)
+        total = None
+        if grad is not None:
+            along = (out * grad).sum(-1, keepdim=True)
+            total = torch.addcmul(grad, out, along, value=-1).mul_(inverse)
+        if grad_inverse is not None:
+            through = -out * inverse.square() * grad_inverse
+            total = through if total is None else total + through
+        return total
 
 
 def unit(u: Tensor) -> Tensor:
     """u / |u| over the last dimension, 0 where u = 0."""
-    out = _Unit.apply(u)
+    out, _ = _Unit.apply(u)  # pyright: ignore[reportGeneralTypeIssues]
     assert isinstance(out, Tensor)
     return out
 

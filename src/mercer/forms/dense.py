@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout
@@ -22,7 +21,6 @@ class _Profile(torch.autograd.Function):
         return kernel.profile(score).clone()  # a profile may return its argument
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         (score,) = ctx.saved_tensors
         return grads[0] * ctx.kernel.derivative(score), None
