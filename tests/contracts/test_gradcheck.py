@@ -3,7 +3,8 @@
 import pytest
 import torch
 from tests.contracts import cells
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.gradcheck import GradcheckError
 
 from mercer.core.kernels import Taylor
 from mercer.core.normalizers import Sum
@@ -69,3 +70,28 @@ def test_gradcheck_of_slopes_rates_and_states(
         return (out, *(getattr(after, n) for n in names))
 
     assert gradcheck(function, (*given.qkv, slopes, rates, *held), fast_mode=True)
+
+
+@pytest.mark.parametrize("normalizer", cells.NORMALIZERS)
+@pytest.mark.parametrize("kernel", ["exp", "taylor2", "taylor6", "elu"])
+def test_second_derivatives_are_right_or_refused(kernel: str, normalizer: str, generator: torch.Generator):
+    """The dense form has them. Where they are missing torch says so; none is wrong in silence."""
+    chosen = cells.KERNELS[kernel]
+    norm, _ = cells.normalizer(normalizer, SHAPE, generator)
+    given = cells.inputs(SHAPE, generator)
+    for form, path in cells.CELLS:
+        if unsupported(chosen, norm, merge(Causal()), form, path) is not None:
+            continue
+
+        def function(*x: torch.Tensor) -> torch.Tensor:
+            return attention(*x, kernel=chosen, normalizer=norm, structure=Causal(), form=form, path=path)  # noqa: B023
+
+        if (form, chosen) in (("dense", cells.KERNELS["exp"]), ("dense", cells.KERNELS["elu"])):
+            assert gradgradcheck(function, given.qkv)
+            continue
+        try:
+            assert gradgradcheck(function, given.qkv)
+        except GradcheckError as wrong:
+            pytest.fail(f"{form} {path}: {wrong}")
+        except RuntimeError:
+            pass  # torch's own refusal: an operation of the backward pass cannot be differentiated
