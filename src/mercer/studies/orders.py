@@ -227,9 +227,12 @@ class _Study:
         model = self._model(arm, seed)
 
         def show(at: Progress) -> None:
+            if at.phase == "start":
+                progress.found_done(at.step)
             words = "" if at.loss is None else f" loss {decimal(at.loss)}"
             held = "" if at.held_out is None else f" held out {decimal(at.held_out)}"
-            text = f"{place} {label(arm.name)}, seed {seed}: step {at.step}/{at.steps}{words}{held}"
+            of_seed = f", seed {seed}" if len(self.seeds) > 1 else ""
+            text = f"{place} {label(arm.name)}{of_seed}: step {at.step}/{at.steps}{words}{held}"
             progress.update(before + at.step, text)
 
         try:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from mercer.studies.report.numbers import duration
 
@@ -33,16 +33,15 @@ class StudyProgress:
         self._said = 0.0
         self._text = ""
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             TextColumn("{task.percentage:>3.0f} %"),
-            TimeElapsedColumn(),
-            TextColumn("left {task.fields[left]}"),
+            TextColumn("{task.fields[left]} left", markup=False),
+            TextColumn("{task.description}", markup=False),
             console=self.console,
             transient=True,
             disable=not self.moving,
         )
-        self._task = self._bar.add_task("", total=total, completed=done, left="?")
+        self._task = self._bar.add_task("", total=total, completed=done, left="? s")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -65,12 +64,16 @@ class StudyProgress:
         """A line that stays."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def found_done(self, units: float) -> None:
+        """``units`` of the part that begins now were done by a former call: they do not count for the pace."""
+        self.first += units
+
     def update(self, done: float, text: str) -> None:
         """``done`` units of the whole study; ``text`` about the part at work."""
         self.done, self._text = done, text
         left = self.seconds_left
         if self.moving:
-            words = "?" if left is None else duration(left)
+            words = "? s" if left is None else duration(max(left, 1))
             self._bar.update(self._task, completed=done, description=text, left=words)
         elif time.monotonic() - self._said >= LINE_EVERY:
             self._said = time.monotonic()

@@ -223,6 +223,7 @@ class _Study:
         common = {"attention": name, "dim": dim, "learning_rate": rate, "seed": seed}
         parameters = DecoderLM(setting.model).parameter_count
         runner = RecallRun(setting, folder)
+        progress.found_done(runner.at)
         try:
             seconds = runner.train(show)
             trial = RecallTrial(
