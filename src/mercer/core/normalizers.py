@@ -67,6 +67,9 @@ class L2(Normalizer):
 
     scale_invariant: ClassVar[bool] = True
 
+    def __str__(self) -> str:
+        return "L2()" if self.gain is None else "L2(gain)"
+
     def apply(self, numerator: Tensor, denominator: Tensor | None) -> Tensor:
         return _with_gain(unit(numerator), self.gain)
 
@@ -85,6 +88,9 @@ class RMS(Normalizer):
     gain: Tensor | None = None
 
     scale_invariant: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "RMS()" if self.gain is None else "RMS(gain)"
 
     def apply(self, numerator: Tensor, denominator: Tensor | None) -> Tensor:
         return _with_gain(unit(numerator) * numerator.shape[-1] ** 0.5, self.gain)
