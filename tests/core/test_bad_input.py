@@ -244,3 +244,12 @@ def test_an_exponential_that_leaves_the_range(form: str):
         error=NonFinite,
     )
     assert bool(torch.isfinite(attention(q, q, q, normalizer=L2(), form=form)).all())
+
+
+def test_messages_name_tensors_without_printing_them():
+    gain = torch.ones(4, 6)
+    for norm in (L2(gain), RMS(gain)):
+        assert str(norm) in ("L2(gain)", "RMS(gain)")
+        refused("The sdpa backend does not compute", normalizer=norm, form="dense", backend="sdpa", error=Unsupported)
+    assert str(Causal() & Alibi(torch.ones(4)) & Decay(torch.ones(4))) == "Causal() & Alibi(slopes) & Decay(per head)"
+    assert str(Padding(lengths=torch.tensor([1])) & Window(2, None)) == "Padding(lengths) & Window(left=2, right=None)"

@@ -1,0 +1,93 @@
+"""Backends of one cell, the tiles, torch's fused attention and the Numba kernels, agree with the specification."""
+
+import pytest
+import torch
+from tests.contracts import cells
+from tests.tolerance import assert_close
+
+from mercer.core.kernels import Elu, Exp, Taylor
+from mercer.core.normalizers import Identity
+from mercer.core.reference import reference_attention
+from mercer.core.structures import Alibi, Causal, Full, Padding, Structure, Window
+from mercer.errors import InvalidArgument, Unsupported
+from mercer.ops import attention, plan
+
+SHAPE = cells.Shape(batch=2, heads=4, key_heads=2, queries=19, keys=19, dim=16, value_dim=16)
+BACKENDS = ("torch", "sdpa", "numba")
+
+
+def able(backend: str, structure: Structure, dtype: torch.dtype) -> bool:
+    """What the backends' documentation promises of Exp with Sum, L2 or RMS."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+        return isinstance(structure, Causal) and dtype != torch.float64
+    return True
+
+
+@pytest.mark.parametrize("structure", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("normalizer", ["sum", "l2-head", "rms-channel"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_are_the_specification(
+    backend: str,
+    dtype: torch.dtype,
+    normalizer: str,
+    structure: Structure,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    cells.small_tiles(monkeypatch, rows=4, columns=5)
+    norm, leaves = cells.normalizer(normalizer, SHAPE, generator)
+    given = cells.inputs(SHAPE, generator, dtype)
+    exact = given.double()
+    options = {"normalizer": norm, "structure": structure, "form": "chunked", "path": "pairs", "backend": backend}
+    if not able(backend, structure, dtype):
+        with pytest.raises(Unsupported, match=f"The {backend} backend does not compute .* use backend=.*'torch'"):
+            attention(*given.qkv, **options)
+        return
+    assert plan(*given.qkv, **options).backend == backend
+    out = attention(*given.qkv, **options)
+    expected = reference_attention(*exact.qkv, Exp(), norm, structure)
+    assert out.dtype == dtype
+    assert_close(out, expected, SHAPE.keys)
+    wanted = cells.gradients(expected, exact.cotangent, [*exact.qkv, *leaves.values()])
+    got = cells.gradients(out, given.cotangent, [*given.qkv, *leaves.values()])
+    for name, g, w in zip(("q", "k", "v", *leaves), got, wanted, strict=True):
+        assert_close(g, w, SHAPE.keys, f"gradient of {name}", dtype=dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_leave_and_take_states(backend: str, generator: torch.Generator):
+    """A prefill by any backend is continued step by step, and a step from its state reads all of it."""
+    if not able(backend, Causal(), torch.float32):
+        return
+    given = cells.inputs(SHAPE, generator, torch.float32)
+    q, k, v = (x.detach() for x in given.qkv)
+    options = {"structure": Causal(), "path": "pairs", "return_state": True}
+    out, state = attention(q[:, :, :11], k[:, :, :11], v[:, :, :11], form="chunked", backend=backend, **options)
+    rows = [out]
+    for t in range(11, 19):
+        out, state = attention(*(x[:, :, t : t + 1] for x in (q, k, v)), state=state, **options)
+        rows.append(out)
+    expected = reference_attention(q, k, v, Exp(), None, Causal())
+    assert_close(torch.cat(rows, 2), expected, 19)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+def test_backends_refuse_what_they_do_not_compute(backend: str, generator: torch.Generator):
+    q, k, v = (x.detach().float() for x in cells.inputs(SHAPE, generator).qkv)
+    mask = cells.masks(SHAPE)
+    for options in (
+        {"structure": Window.last(3)},
+        {"structure": Causal() & Alibi(torch.ones(4))},
+        {"structure": Causal() & Padding(mask)},
+        {"structure": Causal(), "kernel": Elu()},
+        {"structure": Causal(), "kernel": Taylor(2), "path": "features"},
+        {"structure": Causal(), "normalizer": Identity()},
+        {"structure": Causal(), "form": "dense"},
+        {"structure": Causal(), "form": "recurrent"},
+    ):
+        with pytest.raises(Unsupported, match=f"The {backend} backend does not compute"):
+            attention(q, k, v, backend=backend, **{"form": "chunked"} | options)
+    with pytest.raises(InvalidArgument, match="backend must be 'auto' or one of 'torch', 'sdpa', 'numba', not 'cuda'"):
+        attention(q, k, v, backend="cuda")
