@@ -60,17 +60,27 @@ def test_the_librarys_own_tile_sizes(kernel: Kernel, structure: str, generator: 
                 assert_close(g, w, length, f"{path}: gradient")
 
 
-def test_chunks_shorten_when_features_are_many(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch):
-    """With little workspace a chunk is one token; the answer is the same."""
-    given = cells.inputs(SHAPE, generator)
-    options = {"kernel": Taylor(3, signed=True), "normalizer": L2(), "structure": Causal()}
-    expected = attention(*given.qkv, form="chunked", path="features", **options)
-    monkeypatch.setattr(scan, "WORKSPACE", 1)
-    out = attention(*given.qkv, form="chunked", path="features", **options)
-    assert_close(out, expected, SHAPE.keys)
-    got, want = (cells.gradients(x, given.cotangent, list(given.qkv)) for x in (out, expected))
-    for g, w in zip(got, want, strict=True):
-        assert_close(g, w, SHAPE.keys)
+@pytest.mark.parametrize(
+    "structure", ["full", "causal", "padding-causal", "decay-token", "decay-shared", "decay-alibi"]
+)
+@pytest.mark.parametrize("workspace", [1, 1000, 2000, 10_000, 30_000])
+def test_no_slab_size_shows(
+    workspace: int, structure: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    """With little workspace the feature path takes heads singly and chunks of one token; the answer is the same."""
+    laid = cells.structures(SHAPE, generator)[structure]
+    given, whole = cells.inputs(SHAPE, generator), laid.whole(SHAPE)
+    leaves = [*given.qkv, *laid.leaves.values()]
+    options = {"kernel": Taylor(3, signed=True), "normalizer": L2(), "structure": whole}
+    monkeypatch.setattr(scan, "WORKSPACE", workspace)
+    results = []
+    for form in ("recurrent", "chunked"):
+        out, state = attention(*given.qkv, form=form, path="features", return_state=True, **options)
+        into_state = torch.linspace(-1, 1, state.features.numel(), dtype=torch.float64).view_as(state.features)
+        loss = (out * given.cotangent).sum() + (state.features * into_state).sum()
+        results.append([out, state.features, *torch.autograd.grad(loss, leaves)])
+    for name, want, got in zip(("output", "S", "q", "k", "v", *laid.leaves), *results, strict=True):
+        assert_close(got, want, SHAPE.keys * 8, name)
 
 
 @pytest.mark.parametrize("kernel", [Exp(), Elu(), Taylor(2)], ids=str)
