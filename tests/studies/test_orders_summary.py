@@ -82,7 +82,7 @@ def test_one_seed_decides_only_what_is_beyond_luck() -> None:
 def test_whether_training_had_settled(last: float, verdict: str) -> None:
     curve = [Point(step=step, loss=loss) for step, loss in ((0, 5.0), (4, 2.3), (8, 2.01), (12, last))]
     trials = [t.model_copy(update={"heldout_curve": curve}) for t in runs({"exp-l2": 3.0, "softmax": last})]
-    found = conclude(trials, parse_arms(["exp-l2", "softmax"]))[-1]
+    found = conclude(trials, parse_arms(["exp-l2", "softmax"]))[0 if verdict == "refuted" else -1]
     assert found.question == "Had training settled when this was measured?"
     assert found.verdict == verdict
     assert "From step 8 to step 12 the held-out loss of softmax fell by 0." in found.text

@@ -69,9 +69,20 @@ def test_the_table_of_orders_holds_the_numbers() -> None:
     for summary in record.summaries:
         assert f"{label(summary.arm)} " in text
         assert numbers.interval(summary.loss) in text
+        assert summary.loss is not None
+        assert summary.loss.decided
     assert "1 (odd)" in text
     assert "2 (even)" in text
     assert record.corpus.sha256 in text
+
+
+def test_one_seed_shows_the_spread_of_differences_only() -> None:
+    record = examples.orders(seeds=1)
+    text = words(render(record))
+    for summary in record.summaries:
+        assert numbers.interval(summary.loss) not in text
+        assert numbers.decimal(summary.loss.mean if summary.loss else None) in text
+        assert summary.gap is None or numbers.interval(summary.gap, sign=True) in text
 
 
 def test_text_from_the_record_cannot_become_markup() -> None:

@@ -54,7 +54,7 @@ class Plan:
 
 
 BUDGETS: dict[Budget, Plan] = {
-    "quick": Plan(QUICK, steps=300, seeds=1, seconds=480),
+    "quick": Plan(QUICK, steps=300, seeds=1, seconds=510),
     "standard": Plan(ALL, steps=300, seeds=3),
     "full": Plan(ALL, steps=1200, seeds=5),
 }

@@ -116,8 +116,10 @@ def conclude(trials: Sequence[OrdersTrial], arms: Sequence[Arm], margin: float =
         *_orders(trials, l2),
         *_reach(trials, have, l2, margin),
         *_sum_or_norm(trials, have, l2),
-        *_settled(trials, have, margin),
     ]
+    settled = _settled(trials, have, margin)
+    # what limits all the others comes first
+    findings = settled + findings if any(f.verdict == "refuted" for f in settled) else findings + settled
     for arm in arms:
         lost = [t for t in trials if t.arm == arm.name and t.status == "diverged"]
         if lost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mercer.studies.records.common import Interval
 from mercer.studies.records.orders import Arm, ArmSummary, OrdersRecord
 from mercer.studies.report import numbers
 from mercer.studies.report.blocks import Cell, Figure, Page, Section, Table
@@ -67,10 +68,19 @@ def _facts(record: OrdersRecord) -> tuple[tuple[str, str], ...]:
     )
 
 
+def _shown(value: Interval | None) -> Interval | None:
+    """A loss as it is shown. Blocks of text differ far more than attentions do, so their spread stays with the paired
+    differences, where it cancels."""
+    if value is None or value.over == "seeds":
+        return value
+    return value.model_copy(update={"low": None, "high": None})
+
+
 def _reach(values: Iterable[ArmSummary]) -> tuple[float, float]:
     """A range of y that holds every loss and its interval, with room for names above the lines."""
-    low = min(s.loss.low if s.loss.low is not None else s.loss.mean for s in values if s.loss)
-    high = max(s.loss.high if s.loss.high is not None else s.loss.mean for s in values if s.loss)
+    losses = [loss for s in values if (loss := _shown(s.loss))]
+    low = min(loss.mean if loss.low is None else loss.low for loss in losses)
+    high = max(loss.mean if loss.high is None else loss.high for loss in losses)
     room = max(high - low, 0.02) * 0.12
     return low - room, high + room
 
@@ -101,30 +111,26 @@ def _by_order(record: OrdersRecord, arms: dict[str, Arm], done: list[ArmSummary]
             [s.loss.mean if s.loss else None for s in chosen],
             mark(colour_of)._replace(width=2.0, dash=mark(f"exp-{normalizer}").dash),
             mode="lines+markers",
-            spread=[s.loss for s in chosen],
+            spread=[_shown(s.loss) for s in chosen],
             symbols=["diamond-open" if o else "circle" for o in odd],
             hover="order %{x}: %{y:.3f} nats",
             size=12,
         )
-        listing = ", ".join(f"order {arms[s.arm].order} {numbers.interval(s.loss)}" for s in chosen)
+        listing = ", ".join(f"order {arms[s.arm].order} {numbers.interval(_shown(s.loss))}" for s in chosen)
         sentences.append(f"{name}: {listing}")
     for s in done:
         arm = arms[s.arm]
         if arm.order is None and arm.gain_init is None and s.loss:
             plot.level(label(s.arm), s.loss.mean, mark(s.arm))
-            sentences.append(f"{label(s.arm)} {numbers.interval(s.loss)}")
+            sentences.append(f"{label(s.arm)} {numbers.interval(_shown(s.loss))}")
     return [
         plot.figure(
             "orders",
             "Loss against Taylor order",
             "Held-out loss in nats per byte. " + "; ".join(sentences) + ".",
             "Filled circles are even orders, whose kernel is positive everywhere; hollow diamonds are odd orders, "
-            "whose kernel turns negative. Horizontal lines are attentions without an order. Bars are 95 % intervals"
-            + (
-                " over seeds."
-                if len(record.provenance.seeds) > 1
-                else " over blocks of held-out text, of one training run."
-            ),
+            "whose kernel turns negative. Horizontal lines are attentions without an order."
+            + (" Bars are 95 % intervals over seeds." if len(record.provenance.seeds) > 1 else ""),
             height=430,
         )
     ]
@@ -172,7 +178,7 @@ def _table(record: OrdersRecord, arms: dict[str, Arm]) -> Table:
             (
                 Cell(label(s.arm), mark(s.arm).colour, note=note),
                 Cell(order),
-                Cell(numbers.interval(s.loss), strong=place == 0 and s.loss is not None),
+                Cell(numbers.interval(_shown(s.loss)), strong=place == 0 and s.loss is not None),
                 Cell(numbers.decimal(s.bits_per_byte)),
                 Cell("reference" if s.arm == "softmax" else numbers.interval(s.gap, sign=True)),
                 Cell(numbers.short(s.tokens_per_second)),
@@ -183,7 +189,8 @@ def _table(record: OrdersRecord, arms: dict[str, Arm]) -> Table:
         ("attention", "order", "loss, nats per byte", "bits per byte", "minus softmax", "tokens/s"),
         tuple(rows),
         words=2,
-        caption="Mean ± half the width of the 95 % interval.",
+        caption="Mean ± half the width of the 95 % interval"
+        + (" over seeds." if len(record.provenance.seeds) > 1 else " over blocks of held-out text, for differences."),
     )
 
 
