@@ -15,6 +15,7 @@ from tests.studies import small
 
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.studies import orders
+from mercer.studies.arms import parse_arms
 from mercer.studies.records import OrdersRecord, read_record
 
 
@@ -117,7 +118,7 @@ def test_quick_measures_first_and_gives_all_arms_the_same_steps(shrunk: Path, mo
 
 
 def test_the_measurement_of_a_step_is_a_time(shrunk: Path) -> None:
-    one = orders._Study("quick", shrunk / "s", [shrunk / "text"], ["softmax"], None, 5, "cpu", "", True)
+    one = orders._Study("quick", shrunk / "s", [shrunk / "text"], ["softmax"], None, 5, None, "cpu", "", True)
     assert 0 < one._seconds_per_step(one.arms[0]) < 10
 
 
@@ -140,6 +141,26 @@ def test_killed_in_the_middle_it_continues_to_the_same_numbers(shrunk: Path) -> 
     assert [s.loss for s in killed.summaries] == [s.loss for s in whole.summaries]
 
 
+def test_arms_by_name() -> None:
+    arms = parse_arms(["exp-sum", "taylor3-l2", "exp-l2+gain", "exp-rms+gain=1", "linear", "softmax", "exp-l2+gain=.5"])
+    assert [(a.name, a.family, a.normalizer, a.order, a.gain_init) for a in arms] == [
+        ("softmax", "softmax", "sum", None, None),
+        ("taylor3-l2", "taylor", "l2", 3, None),
+        ("exp-l2+gain", "exp", "l2", None, 0.1),
+        ("exp-rms+gain=1", "exp", "rms", None, 1.0),
+        ("elu-sum", "linear", "sum", None, None),
+        ("exp-l2+gain=.5", "exp", "l2", None, 0.5),
+    ]
+    assert [a.parity for a in arms[:2]] == [None, "odd"]
+
+
+def test_another_learning_rate_is_another_study(shrunk: Path) -> None:
+    record = study(shrunk, seeds=1, steps=3, attentions=["softmax"], learning_rate=0.02)
+    assert record.training["learning_rate"] == 0.02
+    with pytest.raises(InvalidArgument, match="begun with learning_rate"):
+        study(shrunk, seeds=1, steps=3, attentions=["softmax"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -147,6 +168,8 @@ def test_killed_in_the_middle_it_continues_to_the_same_numbers(shrunk: Path) -> 
         ({"attentions": ["softplus"]}, "Unknown attention 'softplus'"),
         ({"attentions": ["elu-sum+gain"]}, "a gain is learned after L2 or RMS only"),
         ({"attentions": ["exp-l2+bias"]}, r"only '\+gain' can follow"),
+        ({"attentions": ["exp-l2+gain=-1"]}, r"only '\+gain' can follow"),
+        ({"learning_rate": 0.0}, "learning_rate is 0"),
         ({"seeds": 0}, "seeds is 0"),
         ({"steps": 0}, "steps is 0"),
     ],

@@ -41,13 +41,17 @@ def orders(
     steps: Annotated[
         int | None, typer.Option(help="Training steps of each run; quick otherwise measures how many fit.")
     ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", "--lr", help="Peak of the schedule, for all (0.003).")
+    ] = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
     """What do kernel and normaliser do to a language model's loss?
 
     The same decoder with softmax, its exponential under a norm, linear attention and Taylor series of growing order,
-    trained on the same text. An attention may end in '+gain': a gain learned per head after the norm. Stopped at any
+    trained on the same text. An attention may end in '+gain', a gain learned per head after the norm, or
+    '+gain=1', its start (0.1). Stopped at any
     moment, the same command continues.
     """
     command = _command()
@@ -56,7 +60,7 @@ def orders(
     _say(
         run(
             budget, out or Path(f"runs/orders-{budget}"), text=text or (), attentions=attention or (), seeds=seeds,
-            steps=steps, device=device, command=command, quiet=quiet,
+            steps=steps, learning_rate=learning_rate, device=device, command=command, quiet=quiet,
         )
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from mercer.core.kernels import Exp, Taylor
@@ -16,15 +17,22 @@ GAIN_INIT = 0.1
 
 
 def parse_arm(name: str) -> Arm:
-    """An arm from ``"exp-l2"``, or from ``"exp-l2+gain"`` with a gain learned per head that starts at 0.1.
+    """An arm from ``"exp-l2"``, or from ``"exp-l2+gain"`` with a gain learned per head that starts at 0.1, or from
+    ``"exp-l2+gain=1"`` with another start.
 
     Raises:
         InvalidArgument: an unknown attention, or a gain on a normaliser other than L2 and RMS.
-        Unsupported: kernel and normaliser do not go together.
     """
     base, plus, extra = name.partition("+")
-    if plus and extra != "gain":
-        raise InvalidArgument(f"attention {name!r}: only '+gain' can follow a name, as in 'exp-l2+gain'.")
+    given = re.fullmatch(r"gain(?:=(\d+\.?\d*|\.\d+))?", extra)
+    if plus and not given:
+        raise InvalidArgument(
+            f"attention {name!r}: only '+gain' can follow a name, or '+gain=' and where it starts, as in "
+            "'exp-l2+gain=1'."
+        )
+    start = None
+    if given:
+        start = GAIN_INIT if given[1] is None else float(given[1])
     kernel, normalizer = parse_attention(base)
     if plus and not isinstance(normalizer, L2 | RMS):
         raise InvalidArgument(f"attention {name!r}: a gain is learned after L2 or RMS only, as in 'exp-l2+gain'.")
@@ -41,7 +49,7 @@ def parse_arm(name: str) -> Arm:
         family=family,
         normalizer=attention_name(kernel, normalizer).rpartition("-")[2] if family != "softmax" else "sum",
         order=order,
-        gain_init=GAIN_INIT if plus else None,
+        gain_init=start,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ def run(
     attentions: Sequence[str] = (),
     seeds: int | None = None,
     steps: int | None = None,
+    learning_rate: float | None = None,
     device: str = "auto",
     command: str = "mercer study orders",
     quiet: bool = False,
@@ -84,6 +86,7 @@ def run(
         text: files, folders or globs; the Python library's own source if empty.
         attentions: names instead of the budget's, such as "taylor4-l2" or "exp-l2+gain".
         seeds, steps: instead of the budget's. ``steps`` also skips the measurement that the quick budget begins with.
+        learning_rate: peak of the schedule, for all arms; 0.003 if None.
         device: as in training.
         command: what to type to run it again, for the page.
         quiet: no progress.
@@ -92,7 +95,9 @@ def run(
         InvalidArgument: an unknown budget or attention, or a folder begun with other settings.
         Interrupted: stopped by a signal; the same call continues.
     """
-    study = _Study(check_budget(budget), Path(out), text, attentions, seeds, steps, device, command, quiet)
+    study = _Study(
+        check_budget(budget), Path(out), text, attentions, seeds, steps, learning_rate, device, command, quiet
+    )
     return study.run()
 
 
@@ -105,6 +110,7 @@ class _Study:
         attentions: Sequence[str],
         seeds: int | None,
         steps: int | None,
+        learning_rate: float | None,
         device: str,
         command: str,
         quiet: bool,
@@ -113,6 +119,9 @@ class _Study:
         for name, value in (("seeds", seeds), ("steps", steps)):
             if value is not None and value < 1:
                 raise InvalidArgument(f"{name} is {value}; it must be at least 1.")
+        if learning_rate is not None and not 0 < learning_rate < math.inf:
+            raise InvalidArgument(f"learning_rate is {learning_rate}; it must be above 0, such as 0.003.")
+        self.recipe = TRAINING | ({} if learning_rate is None else {"learning_rate": learning_rate})
         self.budget, self.out, self.plan, self.device, self.quiet = budget, out, plan, device, quiet
         self.arms = parse_arms(attentions or plan.arms)
         self.seeds = list(range(seeds or plan.seeds))
@@ -124,13 +133,14 @@ class _Study:
             "attentions": [arm.name for arm in self.arms],
             "seeds": len(self.seeds),
             "steps": steps,
+            "learning_rate": self.recipe["learning_rate"],
             "sha256": self.corpus.info["sha256"],
         }
         self.folder = StudyFolder(out, asked, command)
         self.calibration: dict[str, float] = {}
         self.steps = self._fixed_steps(steps)
         self.training = TrainConfig(
-            **TRAINING,
+            **self.recipe,
             steps=self.steps,
             device=device,
             eval_every=max(1, -(-self.steps // EVALUATIONS)),
@@ -162,7 +172,7 @@ class _Study:
         return kept["steps"]
 
     def _seconds_per_step(self, arm: Arm) -> float:
-        config = TrainConfig(**TRAINING, steps=5, device=self.device)
+        config = TrainConfig(**self.recipe, steps=5, device=self.device)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         model = DecoderLM(self._model(arm, 0)).to(device)
         optimizer, _ = make_optimizer(model, config, torch.device(device))
