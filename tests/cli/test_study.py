@@ -1,0 +1,80 @@
+"""`mercer study` and `mercer report`: every option arrives, and what is printed is the page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.studies import examples
+from typer.testing import CliRunner
+
+from mercer.cli.main import app
+from mercer.studies import cost, orders, recall
+from mercer.studies.records import write_record
+
+COMMON = {"attentions": ("exp-l2", "elu-sum"), "device": "cpu", "quiet": True}
+SHARED = ["--budget", "full", "-a", "exp-l2", "--attention", "elu-sum", "--device", "cpu", "-q", "-o", "there"]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    def run(budget: str, out: Path, **options: Any) -> Path:
+        found.append({"budget": budget, "out": out} | options)
+        return Path("page.html")
+
+    for study in (orders, recall, cost):
+        monkeypatch.setattr(study, "run", run)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # the command would set it for the whole process
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/mercer", "study", "orders", "--text", "two words.txt"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (
+            ["orders", "--text", "a", "--text", "b", "--seeds", "2", "--steps", "7", "--lr", "0.1"],
+            {"text": ["a", "b"], "seeds": 2, "steps": 7, "learning_rate": 0.1},
+        ),
+        (["recall", "--seeds", "2", "--steps", "7"], {"seeds": 2, "steps": 7}),
+        (["cost"], {}),
+    ],
+)
+def test_every_option_arrives(calls: list[dict[str, Any]], words: list[str], more: dict[str, Any]) -> None:
+    done = CliRunner().invoke(app, ["study", *words, *SHARED])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip() == "page.html"
+    (call,) = calls
+    call["attentions"] = tuple(call["attentions"])
+    command = "mercer study orders --text 'two words.txt'"
+    assert call == {"budget": "full", "out": Path("there"), "command": command} | COMMON | more
+
+
+def test_the_folder_has_the_names_of_study_and_budget(calls: list[dict[str, Any]]) -> None:
+    for words in (["orders"], ["recall", "--budget", "standard"], ["cost"]):
+        CliRunner().invoke(app, ["study", *words])
+    assert [str(call["out"]) for call in calls] == ["runs/orders-quick", "runs/recall-standard", "runs/cost-quick"]
+
+
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    for study in ("orders", "recall", "cost"):
+        done = CliRunner().invoke(app, ["study", study, "--budget", "tiny", "-o", str(tmp_path / study)])
+        assert done.exit_code == 2
+        assert done.stderr.splitlines() == ["Error: budget 'tiny' is unknown; use quick, standard, full."]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_rendered_again(tmp_path: Path) -> None:
+    path = write_record(examples.recall(), tmp_path)
+    done = CliRunner().invoke(app, ["report", str(path)])
+    assert done.stdout.strip() == str(tmp_path / "recall.html")
+    other = tmp_path / "other.html"
+    assert CliRunner().invoke(app, ["report", str(path), "-o", str(other)]).exit_code == 0
+    assert other.read_bytes() == (tmp_path / "recall.html").read_bytes()
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "none.json")])
+    assert done.exit_code == 2
+    assert "cannot be read" in done.stderr
