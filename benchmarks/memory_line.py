@@ -1,8 +1,9 @@
 """Peak memory of the chunked forms, forward and backward, against length: it should be a straight line.
 
-Each measurement is a process of its own: inputs are made, the kernel's high-water mark is reset, and one forward and backward pass
-of `mercer.attention` runs. Reported is the peak above what the process held before the pass; the inputs, their gradients and the
-output's gradient are listed beside it, since they are the part that no algorithm can avoid. Linux only.
+Each measurement is a process of its own: inputs are made, the kernel's high-water mark is reset, and one forward and
+backward pass of `mercer.attention` runs. Reported is the peak above what the process held before the pass (the inputs);
+of it the output and three gradients, in JSON as "unavoidable", are the part that no algorithm can do without. Linux
+only.
 """
 
 import argparse
@@ -56,15 +57,20 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(measure(name, path, structure, int(length), options.heads, options.dim)))
         return
     table: dict[str, dict[int, dict[str, float]]] = {}
-    print(f"{'':24}" + "".join(f"{n:>12,}" for n in options.lengths) + "   bytes a token, last step   (MiB above the inputs)")
+    print(
+        f"{'MiB above the inputs':24}" + "".join(f"{n:>12,}" for n in options.lengths) + "   bytes a token, last step"
+    )
     for label, case in CASES.items():
         table[label] = {}
         for length in options.lengths:
-            command = [sys.executable, "-m", "benchmarks.memory_line", "--heads", str(options.heads), "--dim", str(options.dim)]
-            out = subprocess.run([*command, "--one", *case, str(length)], capture_output=True, text=True, check=True).stdout
+            command = [sys.executable, "-m", "benchmarks.memory_line", "--one", *case, str(length)]
+            command += ["--heads", str(options.heads), "--dim", str(options.dim)]
+            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             table[label][length] = json.loads(out.splitlines()[-1])
         peaks = [table[label][n]["peak"] for n in options.lengths]
-        slope = (peaks[-1] - peaks[-2]) / (options.lengths[-1] - options.lengths[-2]) if len(peaks) > 1 else float("nan")
+        slope = (
+            (peaks[-1] - peaks[-2]) / (options.lengths[-1] - options.lengths[-2]) if len(peaks) > 1 else float("nan")
+        )
         print(f"{label:24}" + "".join(f"{p / 2**20:12.1f}" for p in peaks) + f"{slope:12.0f}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(table, indent=1))

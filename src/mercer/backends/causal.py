@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mercer.core.first_order import first_order
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Merged
@@ -84,7 +84,7 @@ class _Causal(torch.autograd.Function):
         return out.to(query.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         from mercer.backends.causal_kernels import backward_for
 

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mercer.core.first_order import first_order
+
 
 def monomial_count(dim: int, degree: int) -> int:
     """Number of monomials of exactly ``degree`` in ``dim`` variables, C(dim + degree - 1, degree)."""
@@ -61,6 +63,7 @@ class _Raise(torch.autograd.Function):
         return out.mul_(weight.to(x))
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
         x, below = ctx.saved_tensors
         starts, weight = _table(x.shape[-1], ctx.degree)

@@ -31,8 +31,7 @@ class Normalizer(ABC):
     def apply(self, numerator: Tensor, denominator: Tensor | None) -> Tensor:
         """The output ``[B, Hq, L, Dv]`` from a numerator ``[B, Hq, L, Dv]`` and a denominator ``[B, Hq, L]``.
 
-        Both come in float32 (float64 for float64 inputs). A denominator of None where one is needed means that every
-        row is divided already: the sums are 1.
+        Both come in float32 (float64 for float64 inputs); the denominator is None unless ``needs_denominator``.
         """
 
 
@@ -44,7 +43,7 @@ class Sum(Normalizer):
     scale_invariant: ClassVar[bool] = True
 
     def apply(self, numerator: Tensor, denominator: Tensor | None) -> Tensor:
-        if denominator is None:
+        if denominator is None:  # from a fused operator, which has divided already
             return numerator
         empty = denominator == 0
         inverse = denominator.masked_fill(empty, 1).reciprocal().masked_fill(empty, 0)

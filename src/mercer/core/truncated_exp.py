@@ -34,8 +34,9 @@ def _horner(s: Tensor, order: int) -> Tensor:
     if order == 0:
         return torch.ones_like(s)
     out, one = (s / order).add_(1), s.new_ones(())
+    recorded = torch.is_grad_enabled() and s.requires_grad  # then no step may overwrite the one before
     for n in range(order - 1, 0, -1):
-        torch.addcmul(one, out, s, value=1 / n, out=out)
+        out = torch.addcmul(one, out, s, value=1 / n, out=None if recorded else out)
     return out
 
 

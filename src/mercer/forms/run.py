@@ -11,7 +11,7 @@ from mercer.backends.causal import causal_softmax
 from mercer.backends.sdpa import sdpa
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, Tokens, layout, tokens
-from mercer.core.normalizers import Normalizer
+from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import CacheState, FeatureState, State
 from mercer.core.structures import Merged
 from mercer.errors import InvalidArgument, NonFinite
@@ -70,18 +70,19 @@ def _pairs(
         key, value = torch.cat((past.keys, key), 2), torch.cat((past.values, value), 2)
     view = layout(call.merged, own, None if past is None else past.past())
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if call.backend == "numba":
-        rows = causal_softmax(query.to(precision), key.to(precision), value.to(precision), call.scale)
-        return rows, None, _cache(call, own, view, key, value) if call.return_state else None
-    mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
-    mapped_key = call.kernel.map_key(key.to(precision))
-    mapped = (mapped_query, mapped_key, value.to(precision))
     denominator = peak = None
-    if call.backend == "sdpa":
-        numerator = sdpa(*mapped, view)
+    if call.backend == "numba":
+        numerator = causal_softmax(query.to(precision), key.to(precision), value.to(precision), call.scale)
     else:
-        form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
-        numerator, denominator, peak = form(*mapped, call.kernel, view, call.normalizer.needs_denominator)
+        mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
+        mapped = (mapped_query, call.kernel.map_key(key.to(precision)), value.to(precision))
+        if call.backend == "sdpa":
+            numerator = sdpa(*mapped, view)
+        else:
+            form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
+            numerator, denominator, peak = form(*mapped, call.kernel, view, call.normalizer.needs_denominator)
+    if call.backend != "torch" and call.normalizer.needs_denominator and not isinstance(call.normalizer, Sum):
+        denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
     if peak is not None and not call.normalizer.scale_invariant:
         numerator, denominator = _restore(call, numerator, denominator, peak)
     after = _cache(call, own, view, key, value) if call.return_state else None

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mercer.core.first_order import first_order
 from mercer.core.kernels import Kernel
 from mercer.core.support import FEATURE_CHUNK
 
@@ -92,6 +93,8 @@ def _pull(kernel: Kernel, x: Tensor, grad: Tensor) -> Tensor:
         features = kernel.features(x)
         if features is x:
             return grad
+        if not features.requires_grad:  # constant features, such as those of Taylor(0)
+            return torch.zeros_like(x)
         (out,) = torch.autograd.grad(features, x, grad)
     return out
 
@@ -157,6 +160,7 @@ class _Causal(torch.autograd.Function):
         return out, final
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, log, state, out, final = ctx.saved_tensors
         grad_out, grad_final = grads
@@ -298,6 +302,7 @@ class _Full(torch.autograd.Function):
         return out, final
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, final = ctx.saved_tensors
         kernel: Kernel = ctx.kernel

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from mercer.core.first_order import first_order
 from mercer.errors import InvalidArgument
 
 KINDS = ("swiglu", "gelu", "gelu_tanh", "relu")
@@ -78,7 +78,7 @@ class _GatedLinear(torch.autograd.Function):
         return nn.functional.silu(planes[0]).mul_(planes[1])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, planes = ctx.saved_tensors
         hidden = weight.shape[0] // 2

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mercer.core.first_order import first_order
 from mercer.errors import InvalidArgument
 
 SMALL = 2**21
@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = (None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
         return grad_hidden, grad_weight, None, None, None, None

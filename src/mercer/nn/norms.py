@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from mercer.core.first_order import first_order
 from mercer.errors import InvalidArgument
 
 
@@ -66,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.mul(x, scale).mul_(weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         normed = x * scale

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from mercer.core.first_order import first_order
 from mercer.errors import InvalidArgument
 from mercer.nn.positions import angle_dtype
 
@@ -138,7 +138,7 @@ class _SplitAndTurn(torch.autograd.Function):
         return turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + kv_heads :]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         turns = Turns(*ctx.saved_tensors, ctx.step)
         heads, kv_heads = ctx.like
