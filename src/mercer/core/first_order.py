@@ -25,7 +25,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise Unsupported(
                 "Second derivatives were asked for (create_graph=True), and this backward pass has first ones only: "
-                "use form='dense' with Exp or a kernel of plain torch operations, or finite differences of the gradient."
+                "use form='dense' with Exp, or finite differences of gradients."
             )
         return backward(ctx, *grads)
 
