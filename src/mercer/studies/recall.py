@@ -48,7 +48,7 @@ class Plan:
     seconds: float | None = None
 
 
-_FEW = ("softmax", "taylor2-l2", "softmax,elu-sum", "softmax,taylor1-l2", "softmax,taylor2-l2")
+_FEW = ("softmax", "softmax,elu-sum", "softmax,taylor1-l2", "softmax,taylor2-l2")
 _MANY = (
     "softmax",
     "exp-l2",
