@@ -104,6 +104,7 @@ def orders(seeds: int = 1, finished: bool = True) -> OrdersRecord:
         training={"steps": 300, "batch_size": 16, "length": 256, "learning_rate": 0.003},
         calibration=dict.fromkeys(FINAL, 0.2),
         equivalence_margin=0.02,
+        seed_allowance=0.03,
         arms=[_arm(name) for name in FINAL],
         trials=trials,
         summaries=summaries,

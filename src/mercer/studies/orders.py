@@ -16,7 +16,7 @@ from mercer.runtime.files import read_json, write_json
 from mercer.studies.arms import parse_arms
 from mercer.studies.calibration import fitting_steps, seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
-from mercer.studies.orders_summary import MARGIN, conclude, summarize
+from mercer.studies.orders_summary import MARGIN, ONE_SEED, conclude, summarize
 from mercer.studies.progress import StudyProgress
 from mercer.studies.records import Corpus as CorpusRecord
 from mercer.studies.records import OrdersRecord, write_record
@@ -304,6 +304,7 @@ class _Study:
             training=self.training.model_dump(mode="json", exclude=shown),
             calibration=self.calibration,
             equivalence_margin=MARGIN,
+            seed_allowance=ONE_SEED,
             arms=self.arms,
             trials=trials,
             summaries=summarize(trials, self.arms),

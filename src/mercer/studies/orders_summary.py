@@ -96,7 +96,7 @@ def judge_lower(gap: Interval) -> Verdict:
 def _caution(gap: Interval) -> str:
     if gap.over == "seeds":
         return f" ({gap.count} seeds, 95 % interval)." if gap.decided else " (one seed, no interval)."
-    return f" (one seed; the interval is over {gap.count} blocks of text, and {ONE_SEED} nats are allowed for luck)."
+    return " (one seed)."
 
 
 def _so(verdict: Verdict, supported: str, refuted: str) -> str:
@@ -167,7 +167,7 @@ def _gain(trials: Sequence[OrdersTrial], have: dict[str, Arm], margin: float) ->
             continue
         verdict = judge_equal(gap, margin)
         closed = ""
-        if without.mean > margin:
+        if without.mean > margin and gap.mean > 0:
             closed = f" It closes {100 * (1 - gap.mean / without.mean):.0f} % of the gap without one."
         findings.append(
             Finding(

@@ -60,7 +60,7 @@ _MANY = (
     "softmax,taylor3-l2",
 )
 BUDGETS: dict[Budget, Plan] = {
-    "quick": Plan(_FEW, (2, 4, 8, 16), 64, 4, (64,), 4, (3e-3, 6e-3), steps=2500, seeds=1, seconds=480),
+    "quick": Plan(_FEW, (2, 4, 8, 16), 64, 4, (64,), 4, (3e-3, 6e-3), steps=2500, seeds=1, seconds=430),
     "standard": Plan(_MANY, (2, 4, 8, 16, 32, 64), 512, 4, (64, 128), 4, (1e-3, 3e-3, 1e-2), steps=6000, seeds=1),
     "full": Plan(
         _MANY, (4, 8, 16, 32, 64), 8192, 16, (64, 128, 256), 4, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), steps=20000, seeds=3

@@ -80,6 +80,9 @@ class OrdersRecord(Record):
         default_factory=dict, description="seconds a step took for each arm before the number of steps was fixed"
     )
     equivalence_margin: float = Field(gt=0, description="nats per token that count as no difference")
+    seed_allowance: float = Field(
+        ge=0, description="nats by which an interval over blocks is widened on both sides before it decides anything"
+    )
     arms: list[Arm]
     trials: list[OrdersTrial]
     summaries: list[ArmSummary]

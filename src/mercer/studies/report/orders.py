@@ -160,7 +160,13 @@ def _gaps(record: OrdersRecord, done: list[ArmSummary]) -> list[Figure]:
             + "; ".join(f"{label(s.arm)} {numbers.interval(s.gap, sign=True)}" for s in reversed(with_gap))
             + ".",
             f"Differences are paired over {over}; bars are 95 % intervals. Within the grey band, "
-            f"±{numbers.decimal(margin)} nats, a difference counts as none.",
+            f"±{numbers.decimal(margin)} nats, a difference counts as none."
+            + (
+                f" One seed says nothing about the next, so each bar is taken {record.seed_allowance:g} nats longer on "
+                "both sides before anything is concluded from it."
+                if with_gap[0].gap and with_gap[0].gap.over == "blocks"
+                else ""
+            ),
             height=90 + 34 * len(with_gap),
         )
     ]
