@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from mercer.errors import InvalidArgument
@@ -29,10 +31,17 @@ def test_json_round_trip_and_hash():
         ({"vocab_size": 10, "attention": "hardmax"}, "hardmax"),
         ({"vocab_size": 10, "attention": ["softmax", "hardmax"]}, "hardmax"),
         ({"vocab_size": 10, "attention": []}, "at least one name"),
+        ({"vocab_size": 10, "layers": 1, "attention": ["softmax", "exp-l2"]}, "2 names for 1 layer; name at most"),
+        ({"vocab_size": 10, "attention": "taylor3-sum"}, "use taylor3-l2, taylor3-rms, an even order such as taylor4"),
+        ({"vocab_size": 10, "attention": ["softmax", "power1-sum"]}, "or power1-signed-sum"),
+        ({"vocab_size": 10, "attention": "cosine-sum"}, "use cosine-l2, cosine-rms, or cosine-signed-sum"),
+        ({"vocab_size": 10, "seed": -1}, "seed: Input should be greater than or equal to 0"),
         ({"vocab_size": 10, "gain": "head"}, "normaliser is L2 or RMS"),
         ({"vocab_size": 10, "gain_init": 0.5}, "gain_init needs gain"),
         ({"vocab_size": 10, "layers": 0}, "layers"),
         ({"vocab_size": 10, "position": "polar"}, "position"),
+        ({"vocab_size": 10, "attention_scale": float("nan")}, "attention_scale: Input should be a finite number"),
+        ({"vocab_size": 10, "init_std": float("inf")}, "init_std: Input should be a finite number"),
     ],
 )
 def test_bad_configurations_are_one_sentence(values, sentence):
@@ -41,6 +50,13 @@ def test_bad_configurations_are_one_sentence(values, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_the_last_layer_counts_where_a_pattern_does_not_reach():
-    with pytest.raises(InvalidArgument, match="L2 or RMS"):  # the only L2 of the pattern falls beyond the layers
-        ModelConfig(vocab_size=10, layers=1, attention=["softmax", "exp-l2"], gain="head")
+@pytest.mark.parametrize("name", ["gain_init", "attention_scale", "rope_base", "norm_eps", "init_std"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite(name, value):
+    with pytest.raises(InvalidArgument, match=f"{name}: Input should be a finite number"):
+        ModelConfig(**{"vocab_size": 10, "attention": "exp-l2", "gain": "head", name: value})
+
+
+@pytest.mark.parametrize("name", ["taylor3-signed-sum", "taylor3-l2", "taylor4-sum", "cosine-signed-sum", "power2-sum"])
+def test_what_the_message_offers_is_accepted(name):
+    assert ModelConfig(vocab_size=10, attention=name).attentions == (name,) * 4

@@ -1,10 +1,14 @@
 """What a decoder language model is, as data: validated, frozen, written beside the weights as JSON."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mercer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from mercer.core.kernels import Kernel
+    from mercer.core.normalizers import Normalizer
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -13,13 +17,38 @@ def _as_pattern(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def causal_attention(name: str) -> "tuple[Kernel, Normalizer]":
+    """Kernel and normaliser of an attention that a language model can be made of.
+
+    Raises:
+        InvalidArgument: the name is unknown, or the two cannot be combined; the message gives names that can.
+    """
+    from mercer.core.names import parse_attention  # keeps `import mercer.models.config` free of torch
+    from mercer.core.structures import Causal, merge
+    from mercer.core.support import unsupported
+
+    kernel, normalizer = parse_attention(name)
+    reason = unsupported(kernel, normalizer, merge(Causal()), "chunked", "pairs")
+    if reason is None:
+        return kernel, normalizer
+    if normalizer.needs_denominator and not kernel.positive:
+        word = name.rpartition("-")[0]
+        number = int("".join(c for c in word if c.isdigit()) or 0)
+        even = f"an even order such as {word.rstrip('0123456789')}{number + 1}-sum, " if number else ""
+        raise InvalidArgument(
+            f"attention {name!r} cannot be computed: {word} takes negative values, so its sum may be zero or change "
+            f"sign; use {word}-l2, {word}-rms, {even}or {word}-signed-sum"
+        )
+    raise InvalidArgument(f"attention {name!r} cannot be computed: {reason}")
+
+
 class ModelConfig(BaseModel):
     """The shape and the parts of a `DecoderLM`.
 
     Raises InvalidArgument, in one sentence that names the fields, for unknown keys and values that do not fit.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     vocab_size: Positive
     """Number of token ids."""
@@ -34,7 +63,8 @@ class ModelConfig(BaseModel):
     """Channels of a head; None: dim / heads."""
     attention: Annotated[str | tuple[str, ...], BeforeValidator(_as_pattern)] = "softmax"
     """Kernel and normaliser by name ("softmax", "exp-l2", "taylor4-l2", "elu-sum", ...), or a pattern of names that is
-    repeated over the layers: ["elu-sum", "elu-sum", "elu-sum", "softmax"] makes every fourth layer softmax."""
+    repeated over the layers: ["elu-sum", "elu-sum", "elu-sum", "softmax"] makes every fourth layer softmax. At most as
+    many names as layers, each of an attention that can be computed (not "taylor3-sum", whose denominator may be 0)."""
     gain: Literal["none", "head", "channel"] = "none"
     """Learned gain on the output of the layers whose normaliser is L2 or RMS; at least one layer must be."""
     gain_init: float | None = None
@@ -60,7 +90,7 @@ class ModelConfig(BaseModel):
     init_std: Annotated[float, Field(ge=0)] = 0.02
     """Standard deviation of the initial weights; the two outputs of a block into the residual stream get
     init_std / sqrt(2 layers)."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes every initial weight, by its own name: models that differ in their attention start with equal weights."""
 
     def __init__(self, **values: Any) -> None:
@@ -76,7 +106,6 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        from mercer.core.names import parse_attention  # keeps `import mercer.models.config` free of torch
         from mercer.core.normalizers import L2, RMS
 
         if self.head_dim is None and self.dim % self.heads:
@@ -89,7 +118,12 @@ class ModelConfig(BaseModel):
             raise ValueError(f"sinusoidal positions need an even dim, not {self.dim}")
         if not self.pattern:
             raise ValueError("attention needs at least one name")
-        normalizers = [parse_attention(name)[1] for name in self.attentions]
+        if len(self.pattern) > self.layers:
+            raise ValueError(
+                f"attention has {len(self.pattern)} names for {self.layers} layer{'s' if self.layers > 1 else ''}; "
+                "name at most one a layer"
+            )
+        normalizers = [causal_attention(name)[1] for name in self.attentions]
         if self.gain != "none" and not any(isinstance(n, L2 | RMS) for n in normalizers):
             raise ValueError(f'gain "{self.gain}" needs a layer whose normaliser is L2 or RMS, such as "exp-l2"')
         if self.gain == "none" and self.gain_init is not None:
