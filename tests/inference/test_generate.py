@@ -87,6 +87,11 @@ def test_memory_is_the_states(attention, constant, monkeypatch):
         ([[1, 2]], {}, r"the prompt has shape \[1, 2\]"),
         ([1, 256], {}, r"the prompt has tokens outside 0..255"),
         ([-1], {}, r"the prompt has tokens outside 0..255"),
+        (torch.tensor([1.7, 2.2]), {}, r"the prompt has dtype torch.float32; tokens are whole numbers"),
+        ([1.7, 2], {}, r"tokens are whole numbers"),
+        (torch.tensor([True, False]), {}, r"the prompt has dtype torch.bool"),
+        ([1, None], {}, r"the prompt must be whole numbers in one dimension \("),
+        ([2**70], {}, r"the prompt must be whole numbers in one dimension \("),
         ([1], {"max_tokens": -1}, r"max_tokens=-1"),
         ([1], {"prefill": 0}, r"prefill=0"),
     ],
@@ -94,3 +99,14 @@ def test_memory_is_the_states(attention, constant, monkeypatch):
 def test_wrong_prompts_are_refused_before_anything_runs(prompt, options, message):
     with pytest.raises(InvalidArgument, match=message):
         generate(build(), prompt, **{"max_tokens": 1} | options)
+
+
+def test_learned_positions_that_do_not_reach_are_refused_before_anything_runs():
+    model = build(position="learned", max_length=20)
+    assert len(list(generate(model, PROMPT, 8))) == 8  # 13 + 7 are read
+    with pytest.raises(InvalidArgument, match=r"for max_length=20 tokens, .* by max_tokens=9; at most 8 can follow"):
+        generate(model, PROMPT, 9)
+    with pytest.raises(InvalidArgument, match=r"a prompt of 26 by max_tokens=1; give at most 20 tokens"):
+        generate(model, PROMPT * 2, 1)
+    assert list(generate(model, PROMPT * 2, 0)) == []
+    assert len(list(generate(build(position="rotary", max_length=20), PROMPT, 9))) == 9

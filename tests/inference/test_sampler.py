@@ -52,12 +52,20 @@ def test_extreme_logits_stay_finite():
     assert Sampling(0.01).distribution(logits).tolist() == [1, 0, 0]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300])
+@pytest.mark.parametrize("logits", [[-3.0, 2.0, 1.0, 2.0], [-9.0, -2.0, -4.0, -2.0]])
+def test_the_smallest_temperatures_are_greedy_and_split_ties(temperature, logits):
+    for cut in ({}, {"top_k": 3}, {"top_p": 0.9}):
+        assert Sampling(temperature, **cut).distribution(torch.tensor(logits)).tolist() == [0, 0.5, 0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"temperature": -1.0}, "temperature is -1.0; it is a finite number of at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 0}, "top_k is 0; it is at least 1"),
+        ({"top_k": 0}, "top_k is 0; it is a whole number from 1"),
+        ({"top_k": 2.5}, "top_k is 2.5; it is a whole number"),
         ({"top_p": 0.0}, "top_p is 0.0; it is above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p is 1.5"),
     ],

@@ -43,13 +43,14 @@ def generate(
         tokens = vocabulary.encode(text).tolist()
     except UnicodeDecodeError as error:
         raise InvalidArgument("the prompt is not UTF-8, which the model's vocabulary needs") from error
+    continuation = continue_text(model, tokens, max_tokens, sampling, seed)  # refuses before anything is printed
     if echo:
         _write(text.decode("utf-8", "replace"))
     started, count = time.perf_counter(), 0
 
     def counted() -> Iterator[int]:
         nonlocal count
-        for token in continue_text(model, tokens, max_tokens, sampling, seed):
+        for token in continuation:
             count += 1
             yield token
 

@@ -36,20 +36,43 @@ def generate(
         prefill: tokens of the prompt read at once.
 
     Raises:
-        InvalidArgument: the prompt is empty or has tokens outside the vocabulary, or a count is out of range.
+        InvalidArgument: the prompt is empty or has tokens outside the vocabulary, a count is out of range, or the
+            model's learned positions do not reach that far.
         NonFinite: the model's logits are not finite.
     """
     sampling = sampling or Sampling()
     if max_tokens < 0 or prefill < 1:
         raise InvalidArgument(f"max_tokens={max_tokens} and prefill={prefill}: at least 0 and 1 are needed")
     device = next(model.parameters()).device
-    tokens = torch.as_tensor(prompt, dtype=torch.int64).to(device)
-    if tokens.ndim != 1 or not len(tokens):
-        raise InvalidArgument(f"the prompt has shape {list(tokens.shape)}; give at least one token in one dimension")
+    tokens = _tokens(prompt).to(device)
     size = model.config.vocab_size
     if int(tokens.min()) < 0 or int(tokens.max()) >= size:
         raise InvalidArgument(f"the prompt has tokens outside 0..{size - 1}, the model's vocabulary")
+    longest = model.config.max_length
+    # The last token is not read again, so it needs no position.
+    if model.config.position == "learned" and max_tokens and len(tokens) + max_tokens - 1 > longest:
+        raise InvalidArgument(
+            f"the model has learned positions for max_length={longest} tokens, too few to continue a prompt of "
+            f"{len(tokens)} by max_tokens={max_tokens}; {_room(longest, len(tokens))}"
+        )
     return _continue(model, tokens, max_tokens, sampling, seed, prefill)
+
+
+def _tokens(prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    try:
+        tokens = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"the prompt must be whole numbers in one dimension ({error})") from error
+    if tokens.ndim != 1 or not len(tokens):
+        raise InvalidArgument(f"the prompt has shape {list(tokens.shape)}; give at least one token in one dimension")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise InvalidArgument(f"the prompt has dtype {tokens.dtype}; tokens are whole numbers")
+    return tokens.to(torch.int64)
+
+
+def _room(longest: int, read: int) -> str:
+    room = longest - read + 1
+    return f"at most {room} can follow" if room > 0 else f"give at most {longest} tokens"
 
 
 def _continue(

@@ -29,8 +29,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise InvalidArgument(f"temperature is {self.temperature}; it is a finite number of at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise InvalidArgument(f"top_k is {self.top_k}; it is at least 1, or None to keep every token")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise InvalidArgument(f"top_k is {self.top_k}; it is a whole number from 1, or None to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InvalidArgument(f"top_p is {self.top_p}; it is above 0 and at most 1, or None to keep every token")
 
@@ -47,8 +47,9 @@ class Sampling:
             chosen = torch.zeros_like(logits)
             chosen[logits.argmax()] = 1.0
             return chosen
-        ordered, tokens = (logits / self.temperature).sort(descending=True, stable=True)
-        probabilities = ordered[: self.top_k].softmax(0)
+        ordered, tokens = logits.sort(descending=True, stable=True)
+        # From the largest down, so that no temperature, however small, turns it into infinity: the others become -inf.
+        probabilities = ((ordered - ordered[0]) / self.temperature)[: self.top_k].softmax(0)
         if self.top_p is not None:
             before = probabilities.cumsum(0) - probabilities
             probabilities = probabilities[before < self.top_p]
