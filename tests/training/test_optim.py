@@ -62,6 +62,8 @@ def test_with_a_zero_gradient_only_the_decaying_ones_shrink():
         ({"learning_rat": 1}, "learning_rat: no such key"),
         ({"dtype": "float16"}, "dtype: Input should be 'float32' or 'bfloat16'"),
         ({"learning_rate": float("nan")}, "learning_rate: Input should be"),
+        ({"clip": float("inf")}, "clip: Input should be a finite number"),
+        ({"epsilon": float("inf")}, "epsilon: Input should be a finite number"),
     ],
 )
 def test_a_wrong_recipe_is_one_sentence(values, message):

@@ -35,16 +35,16 @@ class TrainConfig(BaseModel):
     Raises InvalidArgument, in one sentence that names the fields, for unknown keys and values that do not fit.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     steps: int = Field(default=1000, ge=1)
     batch: int = Field(default=16, ge=1)
     length: int = Field(default=256, ge=1)
     accumulate: int = Field(default=1, ge=1)
-    learning_rate: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=3e-3, gt=0)
     warmup: int | None = Field(default=None, ge=0)
     floor: float = Field(default=0.1, ge=0, le=1)
-    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.1, ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)
