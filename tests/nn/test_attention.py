@@ -123,6 +123,44 @@ def test_the_structure_of_a_call_is_composed_with_the_layers_own():
     torch.testing.assert_close(packed, torch.cat((layer(x[:, :3]), layer(x[:, 3:])), 1))
 
 
+@pytest.mark.parametrize(("kernel", "normalizer"), PARTS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packed_documents_continue_their_own_states_and_positions(kernel, normalizer, batch):
+    layer = Attention(8, 2, kv_heads=1, kernel=kernel, normalizer=normalizer, rotary=Rotary(4)).double()
+    calls = [[0, 2, 2, 6], [0, 3, 4, 5], [0, 1, 2, 5]]  # lengths change from call to call; document 1 starts empty
+    parts = [torch.randn(batch, offsets[-1], 8, dtype=torch.float64) for offsets in calls]
+    state, outs = None, []
+    for x, offsets in zip(parts, calls, strict=True):
+        out, state = layer(x, structure=Documents(torch.tensor(offsets)), state=state, return_state=True)
+        outs.append(out)
+    for document in range(3):
+        spans = [slice(*offsets[document : document + 2]) for offsets in calls]
+        alone = layer(torch.cat([x[:, span] for x, span in zip(parts, spans, strict=True)], 1))
+        packed = torch.cat([out[:, span] for out, span in zip(outs, spans, strict=True)], 1)
+        torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)
+    assert state.length.tolist() == [6, 2, 8] * batch
+
+
+def test_a_state_of_another_number_of_rows_or_documents_is_refused():
+    layer, x = Attention(8, 2, rotary=Rotary(4)), torch.randn(2, 4, 8)
+    _, state = layer(x, structure=Documents(torch.tensor([0, 1, 4])), return_state=True)
+    with pytest.raises(InvalidArgument, match=r"one for each row, \[2\], got \[4\]"):
+        layer(x, state=state)
+    with pytest.raises(InvalidArgument, match=r"one for each document of each row, \[6\], got \[4\]"):
+        layer(x, structure=Documents(torch.tensor([0, 1, 2, 4])), state=state)
+
+
+def test_a_backward_pass_inside_autocast_keeps_dtypes_and_nears_float32():
+    layer, x = Attention(8, 2, kv_heads=1, rotary=Rotary(4)), torch.randn(2, 5, 8, requires_grad=True)
+    inputs = (x, *layer.parameters())
+    exact = torch.autograd.grad(layer(x).square().sum(), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(layer(x).float().square().sum(), inputs)
+    for a, b in zip(got, exact, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.05 * b.norm()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

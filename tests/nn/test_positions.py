@@ -52,6 +52,18 @@ def test_positions_count_real_tokens_and_go_on_from_an_offset():
     assert token_positions(2, 3, device=CPU).tolist() == [[0, 1, 2]]
 
 
+def test_positions_start_anew_in_each_packed_document():
+    bounds = [0, 2, 2, 5]
+    assert token_positions(2, 5, bounds=bounds, device=CPU).tolist() == [[0, 1, 0, 1, 2]]
+    offset = torch.tensor([10, 20, 30, 40, 50, 60])
+    later = token_positions(2, 5, bounds=bounds, offset=offset, device=CPU)
+    assert later.tolist() == [[10, 11, 30, 31, 32], [40, 41, 60, 61, 62]]
+    with pytest.raises(InvalidArgument, match=r"\[6\], got \[2\]"):
+        token_positions(2, 5, bounds=bounds, offset=offset[:2], device=CPU)
+    with pytest.raises(InvalidArgument, match="not both"):
+        token_positions(2, 5, bounds=bounds, padding=torch.ones(2, 5, dtype=torch.bool), device=CPU)
+
+
 def test_a_learned_table_refuses_positions_it_does_not_have():
     table = LearnedPositions(4, 3)
     assert torch.equal(table(torch.tensor([[3, 0]]))[0, 0], table.weight[3])

@@ -94,6 +94,17 @@ def test_the_kept_table_follows_length_and_dtype():
     torch.testing.assert_close(long.cos, rotary.turns(torch.arange(9)[None], heads=2, dtype=torch.float64).cos)
 
 
+def test_positions_and_factors_of_another_shape_are_refused():
+    rotary, x = Rotary(4), torch.randn(1, 3, 6, 4)
+    for positions in (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)):
+        with pytest.raises(InvalidArgument, match=r"must be \[1, 3\]"):
+            rotary(x, positions)
+        with pytest.raises(InvalidArgument, match=r"turns of \[B or 1, L, 8\]"):
+            split_and_turn(x, 2, 2, rotary.turns(positions, heads=2))
+    with pytest.raises(InvalidArgument, match=r"expects \[B, L, 5, D\]"):
+        split_and_turn(x, 3, 1, rotary.turns(torch.arange(3)[None]))
+
+
 @pytest.mark.parametrize("arguments", [{"dim": 5}, {"dim": 4, "base": 0.0}, {"dim": 4, "pairing": "thirds"}])
 def test_bad_arguments_are_refused(arguments):
     with pytest.raises(InvalidArgument):

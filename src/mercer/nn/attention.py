@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.normalizers import L2, RMS, Normalizer, Sum
 from mercer.core.state import State
-from mercer.core.structures import Alibi, Causal, Padding, Structure
+from mercer.core.structures import Alibi, Causal, Documents, Padding, Structure, merge
 from mercer.errors import InvalidArgument
 from mercer.nn.positions import alibi_slopes, token_positions
 from mercer.nn.rotary import Rotary, heads_per_run, split_and_turn
@@ -26,7 +26,7 @@ class Attention(nn.Module):
     dim: channels of x and y. heads: query heads; kv_heads: a divisor of heads (equal: multi-head, the default; 1:
     multi-query; between: grouped). head_dim: default dim / heads. kernel, normalizer, structure, scale, form and path
     are those of `mercer.attention`; default causal softmax. rotary: turns queries and keys by their positions, which
-    count real tokens only and go on from the state. alibi: adds the standard slopes of ALiBi to the structure.
+    count real tokens only, start anew in each packed document and go on from the state. alibi: adds the standard slopes of ALiBi to the structure.
     gain: a learned factor on the output of L2 or RMS, "head" (one a head) or "channel" (one a head and channel), which
     starts at `gain_init`. bias: adds biases to both projections.
     """
@@ -120,12 +120,12 @@ class Attention(nn.Module):
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise InvalidArgument(f"attention expects [B, L, {self.dim}], got a tensor of {list(x.shape)}")
-        q, k, v = self._project(x, padding, state)
         used = self.structure if structure is None else self.structure & structure
         if self.slopes is not None:
             used = used & Alibi(self.slopes.to(x.device))
         if padding is not None:
             used = used & Padding(padding)
+        q, k, v = self._project(x, padding, merge(used).documents, state)
         normalizer = self.normalizer
         if self.gain is not None:
             normalizer = dataclasses.replace(normalizer, gain=self.gain)  # pyright: ignore[reportCallIssue]
@@ -146,7 +146,9 @@ class Attention(nn.Module):
         y = self.output(out.transpose(1, 2).flatten(2))
         return y if after is None else (y, after)
 
-    def _project(self, x: Tensor, padding: Tensor | None, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, padding: Tensor | None, documents: Documents | None, state: State | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, L, D], turned if there is a rotary."""
         batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim)
@@ -155,11 +157,14 @@ class Attention(nn.Module):
         else:
             run = heads_per_run(self.head_dim, self.heads, self.kv_heads)
             dtype = torch.promote_types(qkv.dtype, torch.float32)
-            if padding is None and state is None:
+            if padding is None and documents is None and state is None:
                 turns = self.rotary.first_turns(length, heads=run, dtype=dtype, device=x.device)
             else:
                 offset = None if state is None else state.length
-                positions = token_positions(batch, length, padding=padding, offset=offset, device=x.device)
+                bounds = None if documents is None else documents.bounds(length)
+                positions = token_positions(
+                    batch, length, padding=padding, bounds=bounds, offset=offset, device=x.device
+                )
                 turns = self.rotary.turns(positions, heads=run, dtype=dtype)
             parts = split_and_turn(qkv, self.heads, self.kv_heads, turns)
         q, k, v = (part.transpose(1, 2) for part in parts)

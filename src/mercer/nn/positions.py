@@ -2,10 +2,11 @@
 
 A position is the number of *real* tokens before a token in its own sequence. Padding has no position of its own, so a
 batch with left padding, right padding or holes sees exactly the positions of the unpadded sequences, and a sequence
-that continues from a state goes on counting where the state stopped.
+that continues from a state goes on counting where the state stopped. Packed documents are sequences of their own.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,38 @@ from mercer.errors import InvalidArgument
 
 
 def token_positions(
-    batch: int, length: int, *, padding: Tensor | None = None, offset: Tensor | None = None, device: torch.device
+    batch: int,
+    length: int,
+    *,
+    padding: Tensor | None = None,
+    bounds: Sequence[int] | None = None,
+    offset: Tensor | None = None,
+    device: torch.device,
 ) -> Tensor:
     """Positions of `length` tokens for each row of a batch.
 
-    padding: bool [batch, length], True for real tokens; offset: int64 [batch], real tokens already seen.
+    padding: bool [batch, length], True for real tokens. bounds: N + 1 numbers that rise from 0 to length, where N
+    packed documents begin and end (without padding); each counts from its own start. offset: int64, real tokens
+    already seen, [batch], or with bounds [batch N], entry b N + d for document d of row b, as a state's `length`.
     Returns int64 [batch, length], or [1, length] where all rows are equal (no padding, no offset).
     A masked token gets the position of the last real token before it (0 if there is none).
     """
+    each = batch if bounds is None else batch * (len(bounds) - 1)
+    if offset is not None and offset.shape != (each,):
+        what = "row" if bounds is None else "document of each row"
+        raise InvalidArgument(
+            f"offsets of positions (the lengths of a state) must be one for each {what}, [{each}], "
+            f"got {list(offset.shape)}"
+        )
+    if bounds is not None:
+        if padding is not None:
+            raise InvalidArgument("positions take padding or the bounds of packed documents, not both")
+        edges = torch.tensor(bounds, device=device)
+        sizes = edges.diff()
+        positions = torch.arange(length, device=device)[None] - edges[:-1].repeat_interleave(sizes)
+        if offset is not None:
+            positions = positions + offset.to(device).view(batch, -1).repeat_interleave(sizes, 1)
+        return positions
     if padding is None:
         positions = torch.arange(length, device=device)[None]
     else:

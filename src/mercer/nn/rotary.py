@@ -80,6 +80,11 @@ class Rotary(nn.Module):
         """x: [B, L, H, dim]; positions: int64 [B, L] or [1, L]. Returns x turned, in its dtype."""
         if x.dim() != 4 or x.shape[-1] != self.dim:
             raise InvalidArgument(f"rotary positions expect [B, L, H, {self.dim}], got a tensor of {list(x.shape)}")
+        if positions.shape not in (x.shape[:2], (1, x.shape[1])):
+            raise InvalidArgument(
+                f"rotary positions of x {list(x.shape)} must be [{x.shape[0]}, {x.shape[1]}] or [1, {x.shape[1]}], "
+                f"got {list(positions.shape)}"
+            )
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, ahead, behind, step = self.turns(positions, dtype=wide)
         y = x.to(wide)
@@ -102,6 +107,13 @@ def split_and_turn(qkv: Tensor, heads: int, kv_heads: int, turns: Turns) -> tupl
     qkv: [B, L, heads + 2 kv_heads, D], in that order. turns: made for `heads_per_run(D, heads, kv_heads)` heads.
     Equals Rotary.forward on the split parts; the backward pass writes one gradient buffer.
     """
+    batch, length, count, dim = qkv.shape
+    width = heads_per_run(dim, heads, kv_heads) * dim
+    if count != heads + 2 * kv_heads or turns.cos.shape not in ((batch, length, width), (1, length, width)):
+        raise InvalidArgument(
+            f"split_and_turn of {heads} heads and {kv_heads} of keys expects [B, L, {heads + 2 * kv_heads}, D] and "
+            f"turns of [B or 1, L, {width}], got {list(qkv.shape)} and {list(turns.cos.shape)}"
+        )
     q, k, v = _SplitAndTurn.apply(qkv, heads, kv_heads, turns)
     return q, k, v
 
@@ -121,6 +133,7 @@ def _turn_into(out: Tensor, x: Tensor, turns: Turns, back: bool) -> None:
         width = dim
     cos, ahead, behind = (t[:, :, None, :width] for t in turns[:3])
     step, sign = turns.step, -1 if back else 1
+    assert out.shape == x.shape == torch.broadcast_shapes(x.shape, cos.shape)  # or mul would resize out, a view
     torch.mul(x, cos, out=out)
     out[..., :-step].addcmul_(x[..., step:], ahead[..., :-step], value=sign)
     out[..., step:].addcmul_(x[..., :-step], behind[..., step:], value=sign)
