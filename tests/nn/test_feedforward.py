@@ -49,6 +49,14 @@ def test_under_autocast_the_gated_product_is_in_bfloat16_with_float32_gradients(
     assert layer.input.weight.grad.dtype == torch.float32
 
 
+def test_autocast_leaves_float64_as_it_leaves_linear_layers():
+    layer, x = FeedForward(4, 8, kind="swiglu").double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).sum(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(layer(x).sum(), x)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_default_widths_and_refusals():
     assert FeedForward(128).output.in_features == 352  # 341.3 rounded up to a multiple of 32
     assert FeedForward(96).output.in_features == 256

@@ -60,3 +60,13 @@ def test_a_zero_row_stays_zero_with_finite_gradients(kind):
         kind(0)
     with pytest.raises(InvalidArgument):
         kind(4, eps=-1.0)
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_a_backward_pass_inside_autocast_keeps_float32_statistics(kind):
+    norm, x = kind(64), torch.randn(3, 64, requires_grad=True)
+    inputs, factor = (x, *norm.parameters()), torch.randn(3, 64)
+    expected = torch.autograd.grad(norm(x), inputs, factor)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(norm(x), inputs, factor)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)

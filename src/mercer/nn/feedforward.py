@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from mercer.core.first_order import first_order
 from mercer.errors import InvalidArgument
+from mercer.nn.autocast import to_autocast
 
 KINDS = ("swiglu", "gelu", "gelu_tanh", "relu")
 
@@ -51,9 +52,8 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
     Under autocast it runs in autocast's dtype, as a linear layer does.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight = to_autocast(x, weight)
+    bias = None if bias is None else to_autocast(bias)[0]
     out: Tensor = _GatedLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
     return out.view(*x.shape[:-1], out.shape[-1])
 
