@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+from numbers import Real
 from typing import Literal, overload
 
 import torch
@@ -143,7 +145,8 @@ def plan(
     """How :func:`attention` would compute the same arguments: form, path, operations, bytes, and the reason. Runs
     nothing.
 
-    Only shapes, dtypes and devices of the tensors are read, so tensors on the ``meta`` device will do.
+    Only shapes, dtypes and devices of the tensors are read, so tensors on the ``meta`` device will do: they are
+    planned as on the CPU.
     """
     return _resolve(query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path, backend)[
         -1
@@ -166,9 +169,19 @@ def _resolve(
 ) -> tuple[Kernel, Normalizer, Merged, Plan]:
     kernel = Exp() if kernel is None else kernel
     normalizer = Sum() if normalizer is None else normalizer
-    merged = merge(Full() if structure is None else structure)
+    structure = Full() if structure is None else structure
+    for name, part, kind in (
+        ("kernel", kernel, Kernel),
+        ("normalizer", normalizer, Normalizer),
+        ("structure", structure, Structure),
+        ("state", state, State | None),
+    ):
+        if not isinstance(part, kind):
+            hint = f", for example {name}={part.__name__}(...)" if isinstance(part, type) else ""
+            raise InvalidArgument(f"{name} must be a {name} object, not {part!r}{hint}.")
+    merged = merge(structure)
     sizes = _sizes(query, key, value, state, merged)
-    if scale is not None and not (isinstance(scale, int | float) and abs(scale) < float("inf")):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
     state_path = None if state is None else "features" if isinstance(state, FeatureState) else "pairs"
     stateful = state is not None or return_state
@@ -186,6 +199,8 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         ("key", key, "B, Hk, Lk, D"),
         ("value", value, "B, Hk, Lk, Dv"),
     ):
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"{name} must be a torch tensor, not {type(x).__name__}.")
         if x.dim() != 4:
             raise InvalidArgument(f"{name} must be [{letters}], four dimensions, not {list(x.shape)}.")
         if x.dtype not in _DTYPES:
@@ -203,10 +218,10 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         )
     if not key_heads or query_heads % key_heads:
         raise InvalidArgument(f"{query_heads} query heads cannot share {key_heads} key heads: Hk must divide Hq.")
-    if dim == 0:
-        raise InvalidArgument("query and key need a head dimension of 1 or more, not 0.")
+    if dim == 0 or value_dim == 0:
+        raise InvalidArgument(f"head dimensions must be 1 or more, not {dim} (query, key) and {value_dim} (value).")
     past_length = state.keys.shape[2] if isinstance(state, CacheState) else 0
-    entries = batch * (merged.documents.offsets.numel() - 1) if merged.documents is not None else batch
+    entries = merged.entries(batch)
     if state is not None and state.batch != entries:
         raise InvalidArgument(f"The state has {state.batch} batch entries, but this call has {entries}.")
     if merged.alibi is not None and merged.alibi.slopes.shape != (query_heads,):
@@ -225,5 +240,5 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         past_length,
         accumulator,
         query.element_size(),
-        query.device.type,
+        "cpu" if query.device.type == "meta" else query.device.type,
     )

@@ -112,7 +112,7 @@ def test_case_18_masks_combined_in_half_precision(kernel: Kernel, form: str, dty
     slopes = torch.tensor([100.0, 1e4])
     structures: list[Structure] = [
         Causal() & Padding(mask),
-        Causal() & Window.last(2) & Padding(mask, queries=torch.ones(2, 6, dtype=torch.bool)),
+        Causal() & Window.last(2) & Padding(mask),
         Causal() & Alibi(slopes) & Window.last(3) & Padding(mask),
     ]
     for structure in structures:

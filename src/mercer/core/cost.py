@@ -71,5 +71,5 @@ def feature_state_bytes(kernel: Kernel, merged: Merged, sizes: Sizes, mass: bool
     """Bytes of S and, with ``mass``, z."""
     features = kernel.feature_dim(sizes.dim)
     assert features is not None
-    heads = sizes.query_heads if merged.alibi is not None else sizes.key_heads
-    return sizes.batch * heads * features * (sizes.value_dim + int(mass)) * sizes.itemsize
+    heads = merged.weight_heads(sizes.query_heads, sizes.key_heads)
+    return merged.entries(sizes.batch) * heads * features * (sizes.value_dim + int(mass)) * sizes.itemsize

@@ -14,7 +14,7 @@ from mercer.errors import Unsupported
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the backward pass of an autograd function refuse ``create_graph=True``.
+    """Make the backward pass of an autograd function refuse ``create_graph=True``, and run outside of autocast.
 
     torch's ``once_differentiable`` would not do: it notices a derivative of the incoming gradients only and takes the
     saved inputs for constants, so a Hessian would come out wrong.
@@ -25,8 +25,10 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise Unsupported(
                 "Second derivatives were asked for (create_graph=True), and this backward pass has first ones only: "
-                "use form='dense' with Exp, or finite differences of gradients."
+                "use form='dense', or finite differences of gradients."
             )
-        return backward(ctx, *grads)
+        device = next((g.device.type for g in grads if isinstance(g, torch.Tensor)), "cpu")
+        with torch.autocast(device, enabled=False):  # in the dtypes of the forward pass, wherever backward() is called
+            return backward(ctx, *grads)
 
     return checked

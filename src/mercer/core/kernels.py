@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mercer.core.features import monomial_count, monomials
+from mercer.core.normalizers import unit
 from mercer.core.truncated_exp import PLAIN_HORNER, truncated_exp
 from mercer.errors import InvalidArgument
 
@@ -318,7 +319,7 @@ class Cosine(_Linear):
         return self.signed
 
     def map_query(self, query: Tensor) -> Tensor:
-        return torch.nn.functional.normalize(query, dim=-1, eps=1e-12)
+        return unit(query)
 
     def map_key(self, key: Tensor) -> Tensor:
         return self.map_query(key)

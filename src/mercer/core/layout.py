@@ -98,8 +98,6 @@ class Layout:
                 return None
         if self.offset is not None:
             rows = slice(0, 1)  # rows of different pasts differ in their positions but not in their distances
-        elif self.query_position.shape[0] == self.key_position.shape[0] == 1:
-            rows = slice(None)
         q = _rows(self.query_position, rows)[:, queries, None]
         k = _rows(self.key_position, rows)[:, None, keys]
         mask: Tensor | None = None
@@ -228,7 +226,7 @@ def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
     )
 
 
-def with_gradients(plan: Layout, slopes: Tensor | None, query_log: Tensor | None, key_log: Tensor | None) -> Layout:
+def with_weights(plan: Layout, slopes: Tensor | None, query_log: Tensor | None, key_log: Tensor | None) -> Layout:
     """The same layout with other log-weight tensors (what an autograd function received)."""
     return replace(plan, slopes=slopes, query_log=query_log, key_log=key_log)
 

@@ -46,8 +46,8 @@ class Sum(Normalizer):
         if denominator is None:  # from a fused operator, which has divided already
             return numerator
         empty = denominator == 0
-        inverse = denominator.masked_fill(empty, 1).reciprocal().masked_fill(empty, 0)
-        return numerator * inverse.unsqueeze(-1)
+        # Divided, not multiplied by the inverse: that of a subnormal sum would be infinite.
+        return (numerator / denominator.masked_fill(empty, 1).unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,7 +102,10 @@ def kernel_value(kernel: Kernel, query: Tensor, key: Tensor, scale: float) -> Te
     if isinstance(kernel, Exp):
         return score.exp()
     if isinstance(kernel, Taylor):
-        return torch.stack([score**n / math.factorial(n) for n in range(kernel.order + 1)]).sum(0)
+        terms = [torch.ones_like(score)]
+        for n in range(1, kernel.order + 1):
+            terms.append(terms[-1] * score / n)
+        return torch.stack(terms).sum(0)
     if isinstance(kernel, Power):
         return score**kernel.degree
     mapped = (kernel.map_query(query) * kernel.map_key(key)).sum(-1)

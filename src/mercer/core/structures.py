@@ -29,6 +29,8 @@ class Structure:
         return (self,)
 
     def __and__(self, other: Structure) -> Structure:
+        if not isinstance(other, Structure):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"A structure composes with a structure, not with {other!r}.")
         return Both(tuple(p for s in (self, other) for p in s.parts if not isinstance(p, Full)) or (Full(),))
 
 
@@ -72,8 +74,8 @@ class Window(Structure):
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and value < 0:
-                raise InvalidArgument(f"Window: {name} must be 0 or more, or None for no limit, not {value}.")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InvalidArgument(f"Window: {name} must be an integer of 0 or more, or None, not {value!r}.")
 
     @staticmethod
     def last(width: int) -> Window:
@@ -90,9 +92,9 @@ class Padding(Structure):
     Args:
         mask: boolean ``[B, Lk]``, True for a real token; padding may stand anywhere.
         lengths: integers ``[B]``: the first ``lengths[b]`` keys are real.
-        queries: boolean ``[B, Lq]``, True for a real query; rows of the others are zero. By default the tail of
-            ``mask`` under a structure that orders its tokens (causal, window, decay: self-attention), and all True
-            otherwise (cross-attention).
+        queries: for cross-attention: boolean ``[B, Lq]``, True for a real query; rows of the others are zero. By
+            default the tail of ``mask`` under a structure that orders its tokens (causal, window, decay:
+            self-attention), and all True otherwise (cross-attention).
     """
 
     mask: Tensor | None = None
@@ -102,6 +104,7 @@ class Padding(Structure):
     def __post_init__(self) -> None:
         if (self.mask is None) == (self.lengths is None):
             raise InvalidArgument("Padding: give exactly one of mask and lengths.")
+        _tensors("Padding", mask=self.mask, lengths=self.lengths, queries=self.queries)
         for name, value in (("mask", self.mask), ("queries", self.queries)):
             if value is not None and (value.dtype != torch.bool or value.dim() != 2):
                 raise InvalidArgument(
@@ -131,6 +134,7 @@ class Documents(Structure):
     offsets: Tensor
 
     def __post_init__(self) -> None:
+        _tensors("Documents", offsets=self.offsets)
         if self.offsets.dim() != 1 or self.offsets.numel() < 2 or self.offsets.is_floating_point():
             raise InvalidArgument(
                 f"Documents: offsets must be integers [N + 1], N at least 1, not {self.offsets.dtype} "
@@ -165,6 +169,7 @@ class Alibi(Structure):
     slopes: Tensor
 
     def __post_init__(self) -> None:
+        _tensors("Alibi", slopes=self.slopes)
         if self.slopes.dim() != 1:
             raise InvalidArgument(f"Alibi: slopes must be [heads], not {list(self.slopes.shape)}.")
         if not bool(((self.slopes >= 0) & (self.slopes < torch.inf)).all()):
@@ -198,6 +203,7 @@ class Decay(Structure):
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.log_rate is None):
             raise InvalidArgument("Decay: give exactly one of rate and log_rate.")
+        _tensors("Decay", rate=self.rate, log_rate=self.log_rate)
         value = self.rate if self.rate is not None else self.log_rate
         assert value is not None
         if value.dim() not in (1, 3):
@@ -243,7 +249,17 @@ class Merged:
 
     @property
     def weighted(self) -> bool:
+        """Log-weights are not all 0."""
         return self.alibi is not None or self.decay is not None
+
+    def entries(self, batch: int) -> int:
+        """Batch entries of a state: one per row, or per document of each row."""
+        return batch * (self.documents.offsets.numel() - 1) if self.documents is not None else batch
+
+    def weight_heads(self, query_heads: int, key_heads: int) -> int:
+        """Heads of a feature state: those of the keys, or of the queries where each of them has a decay of its own."""
+        decays = 1 if self.decay is None else self.decay.logs().shape[1]
+        return query_heads if self.alibi is not None or decays not in (1, key_heads) else key_heads
 
     def without_documents(self, padding: Padding) -> Structure:
         """The same structure for documents laid out as a padded batch (per-token decay must be re-laid by the
@@ -283,7 +299,19 @@ def merge(structure: Structure) -> Merged:
             "Padding together with Documents: leave the padding tokens out of the packed sequence, or make them a "
             "document."
         )
-    return Merged(left, right, padding, documents, alibi, decay)  # pyright: ignore[reportArgumentType]
+    merged = Merged(left, right, padding, documents, alibi, decay)  # pyright: ignore[reportArgumentType]
+    if merged.padding is not None and merged.padding.queries is not None and merged.ordered:
+        raise Unsupported(
+            "Padding's queries= is for cross-attention: under a structure that orders its tokens the queries are the "
+            "last of the keys, so leave it out, and mask or lengths tell which of them are real."
+        )
+    return merged
+
+
+def _tensors(where: str, **values: object) -> None:
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise InvalidArgument(f"{where}: {name} must be a tensor, not {type(value).__name__}.")
 
 
 def _tighter(a: int | None, b: int | None) -> int | None:

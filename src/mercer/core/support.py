@@ -58,11 +58,18 @@ def unsupported(
             f"A state cannot serve a window that looks {merged.right} tokens ahead: use right=0, "
             "or run the whole sequence at once."
         )
+    if path == "pairs" and sizes is not None and merged.decay is not None and sizes.past_length:
+        late = sizes.query_length - sizes.key_length
+        return _late_queries(late) if late > 0 else None
     if path == "features":
         return _features_unsupported(kernel, merged, form, sizes, stateful)
     if form == "recurrent" and merged.right not in (None, 0):
         return f"The recurrent form cannot look {merged.right} tokens ahead: use form='chunked' or 'dense'."
     return None
+
+
+def _late_queries(late: int) -> str:
+    return f"{late} queries stand on cached keys, whose decay is not kept for queries: pass as many keys as queries."
 
 
 def _features_unsupported(kernel: Kernel, merged: Merged, form: str, sizes: Sizes | None, stateful: bool) -> str | None:
@@ -86,9 +93,10 @@ def _features_unsupported(kernel: Kernel, merged: Merged, form: str, sizes: Size
         )
     features = kernel.feature_dim(sizes.dim)
     assert features is not None
-    heads = sizes.query_heads if merged.alibi is not None else sizes.key_heads
+    heads = merged.weight_heads(sizes.query_heads, sizes.key_heads)
     needed = sizes.itemsize * max(
-        sizes.batch * heads * features * (sizes.value_dim + 1), features * sizes.query_heads // sizes.key_heads
+        merged.entries(sizes.batch) * heads * features * (sizes.value_dim + 1),
+        features * sizes.query_heads // sizes.key_heads,
     )
     if needed > FEATURE_MEMORY_LIMIT:
         return (

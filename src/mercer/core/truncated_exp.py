@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mercer.errors import Unsupported
+
 PLAIN_HORNER = 4
 """Up to this order plain Horner loses at most 20 units in the last place, and is used for its speed."""
 
@@ -23,6 +25,11 @@ def truncated_exp(s: Tensor, order: int) -> Tensor:
     """T_order(s), elementwise; float32 or float64."""
     if order <= PLAIN_HORNER:
         return _horner(s, order)
+    if torch.is_grad_enabled() and s.requires_grad:
+        raise Unsupported(
+            f"The truncated exponential of order {order} is not recorded by autograd (its steps are in place): take "
+            f"Taylor.derivative, or an order of {PLAIN_HORNER} or less for second derivatives."
+        )
     split = -float(order + 2)
     above = _horner(s.clamp(min=0), order)
     middle = _exp_minus_remainder(s.clamp(min=split, max=0), order)

@@ -40,6 +40,13 @@ class Call:
 
 def run(call: Call) -> tuple[Tensor, State | None]:
     """Compute a call whose documents, if any, the form handles itself."""
+    with torch.autocast(
+        call.query.device.type, enabled=False
+    ):  # sums are float32 or float64, whatever surrounds the call
+        return _run(call)
+
+
+def _run(call: Call) -> tuple[Tensor, State | None]:
     batch, query_heads, query_length, _ = call.query.shape
     key_heads, key_length = call.key.shape[1], call.key.shape[2]
     own = tokens(call.merged, batch, query_heads, key_heads, query_length, key_length, call.query.device)
@@ -50,9 +57,33 @@ def run(call: Call) -> tuple[Tensor, State | None]:
     else:
         numerator, denominator, after = _pairs(call, own, query, key, value)
     out = call.normalizer.apply(numerator, denominator)
+    if out.shape != numerator.shape:
+        raise InvalidArgument(
+            f"{call.normalizer} returned {list(out.shape)} for a numerator {list(numerator.shape)}: apply must keep "
+            "the shape."
+        )
     if own.query_valid is not None:
         out = out.masked_fill(~own.query_valid[:, None, :, None], 0)
-    return out.to(call.query.dtype), after
+    out = out.to(call.query.dtype)
+    if (
+        out.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(torch.isfinite(out.detach().sum()))
+    ):  # elsewhere the check would wait for the device
+        _explain(call, query, key, value, out)
+    return out, after
+
+
+def _explain(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+    """Raise if a result is not finite although everything that went in is."""
+    given = [query, key, value]
+    if call.state is not None:
+        given += [t for t in call.state.tensors().values() if t.is_floating_point()]
+    if all(bool(torch.isfinite(t).all()) for t in given) and not bool(torch.isfinite(out).all()):
+        largest = call.scale * (query.double().norm(dim=-1).amax() * key.double().norm(dim=-1).amax()).item()
+        raise NonFinite(
+            f"{call.kernel} with {call.normalizer} left the range of {out.dtype} or of its sums, though all inputs "
+            "are finite: "
+            f"scores may reach {abs(largest):.4g}; use a smaller scale, a lower order, or a scale-invariant normaliser."
+        )
 
 
 def _blank(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -84,20 +115,16 @@ def _pairs(
     if call.backend != "torch" and call.normalizer.needs_denominator and not isinstance(call.normalizer, Sum):
         denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
     if peak is not None and not call.normalizer.scale_invariant:
-        numerator, denominator = _restore(call, numerator, denominator, peak)
+        numerator, denominator = _restore(numerator, denominator, peak)
     after = _cache(call, own, view, key, value) if call.return_state else None
     return numerator, denominator, after
 
 
-def _restore(call: Call, numerator: Tensor, denominator: Tensor | None, peak: Tensor) -> tuple[Tensor, Tensor | None]:
+def _restore(numerator: Tensor, denominator: Tensor | None, peak: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Put back the factor that was taken out of each row, where the normaliser does not cancel it."""
     factor = peak.exp()
-    numerator = numerator * factor.unsqueeze(-1)
-    if not bool(torch.isfinite(numerator).all()):
-        raise NonFinite(
-            f"{call.kernel} with {call.normalizer} overflows {numerator.dtype}: the largest score is "
-            f"{float(peak.max()):.4g} and exp of it is not "
-            "finite; use a smaller scale, or a scale-invariant normaliser (Sum, L2, RMS)."
-        )
+    wide = factor.unsqueeze(-1)
+    numerator = torch.where(numerator == 0, numerator, numerator * wide)  # 0 stays 0 even where the factor is infinite
     return numerator, None if denominator is None else denominator * factor
 
 
@@ -111,6 +138,13 @@ def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) ->
     if (state.log is None) != (call.merged.decay is None):
         raise InvalidArgument(
             "The cache was made " + ("without" if state.log is None else "with") + " Decay; continue it the same way."
+        )
+    kept = state.length.new_full((1,), state.keys.shape[2]) if state.valid is None else state.valid.sum(1)
+    left = call.merged.left
+    if bool(((kept < state.length) & (kept < (torch.inf if left is None else left))).any()):
+        raise InvalidArgument(
+            f"The cache was made under a window and keeps {int(kept.min())} tokens; this call would see "
+            f"{'all' if left is None else f'{left} tokens'} before: continue with the window it was made under."
         )
     return state
 
@@ -139,7 +173,7 @@ def _cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) ->
         values=value,
         length=length,
         valid=None if valid is None else valid.expand(batch, -1)[:, first:].clone(),
-        log=None if log is None else log[..., first:],
+        log=None if log is None else log[..., first:].clone(),
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mercer.core.first_order import first_order
 from mercer.core.kernels import Kernel
-from mercer.core.layout import Layout, with_gradients
+from mercer.core.layout import Layout, with_weights
 
 ROWS = 64
 """Queries per tile."""
@@ -153,7 +153,7 @@ class _Run:
             self.masks[where] = mask
         return self.masks[where]
 
-    def scores(self, slab: _Slab, q: Tensor, k: Tensor) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return torch.bmm(q, k.transpose(1, 2), out=self.buffer("score", q.shape[0], q.shape[1], k.shape[1]))
 
     def bias(self, slab: _Slab, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor | None:
@@ -164,7 +164,7 @@ class _Run:
 
         torch's exp2 is three times as fast as its exp, and a factor on q costs nothing.
         """
-        score = self.scores(slab, q * LOG2_E, k)
+        score = self.scores(q * LOG2_E, k)
         view = slab.by_head(score)
         bias = self.bias(slab, queries, keys, score.dtype)
         if bias is not None:
@@ -192,7 +192,7 @@ class _Tiles(torch.autograd.Function):
         layout: Layout,
         needs_denominator: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        layout = with_gradients(layout, slopes, query_log, key_log)
+        layout = with_weights(layout, slopes, query_log, key_log)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         run = _Run(query, key, kernel, layout)
         numerator = query.new_zeros(*query.shape[:3], value.shape[-1])
@@ -204,7 +204,7 @@ class _Tiles(torch.autograd.Function):
                 keys = run.key_tiles(queries)
                 if keys:
                     sums(run, slab, queries, keys, value, needs_denominator, (numerator, denominator, factor))
-        ctx.call, ctx.needs_denominator = (kernel, with_gradients(layout, None, None, None)), needs_denominator
+        ctx.call, ctx.needs_denominator = (kernel, with_weights(layout, None, None, None)), needs_denominator
         ctx.save_for_backward(query, key, value, slopes, query_log, key_log, factor)
         ctx.mark_non_differentiable(factor)
         return numerator, denominator, factor
@@ -214,7 +214,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, slopes, query_log, key_log, factor = ctx.saved_tensors
         kernel, layout = ctx.call
-        layout = with_gradients(layout, slopes, query_log, key_log)
+        layout = with_weights(layout, slopes, query_log, key_log)
         run = _Run(query, key, kernel, layout)
         grad_numerator = grads[0].contiguous()
         grad_denominator = grads[1] if ctx.needs_denominator else None
@@ -309,7 +309,7 @@ def _plain_rows(
     q = slab.query_side(run.query, queries)
     rows = total = None
     for at in keys:
-        weight = run.kernel.profile(run.scores(slab, q, slab.key_side(run.key, at)))
+        weight = run.kernel.profile(run.scores(q, slab.key_side(run.key, at)))
         view = slab.by_head(weight)
         bias = run.bias(slab, queries, at, weight.dtype)
         if bias is not None:
@@ -353,7 +353,7 @@ def _backward_rows(
             if biased:
                 totals.add_bias(run, slab, queries, at, slab.by_head(ds))
         else:
-            weight, slope = run.kernel.profile_and_derivative(run.scores(slab, q, k))
+            weight, slope = run.kernel.profile_and_derivative(run.scores(q, k))
             bias = run.bias(slab, queries, at, weight.dtype)
             if bias is not None:
                 slab.by_head(weight).mul_(bias.exp_())
