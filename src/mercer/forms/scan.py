@@ -8,8 +8,9 @@ e,
 
 Every exponent is 0 or less. Only one state exists at a time. The backward pass sweeps twice: forwards, making the
 states again for the queries' gradients, and backwards, carrying the state's gradient for those of keys and values; so
-its memory is linear in the length too. The gradient of the decay needs no pairs at all: dG_i = <do_i, o_i> - <dv_i,
-v_i>, plus <dS, S> at the end.
+its memory is linear in the length too. The gradient of the decay is what a token read less what it wrote, dG_i =
+sum_{j<i} w_ij dw_ij - sum_{j>i} w_ji dw_ji, plus <dS, S> at the end; a token's own pair is in neither sum, so that
+nothing cancels where gates are small.
 
 Shapes here: heads are merged into the batch, N = B * H; the g query heads of a group share a state.
 """
@@ -106,6 +107,7 @@ class _Sequence:
         self.batch, self.heads, self.length, _ = key.shape
         self.groups, self.chunk = groups, chunk
         self.log = None if log is None else log.expand(self.batch, self.heads, self.length)
+        self.grad_log: Tensor | None = None  # where asked for: the gradient of log, summed in float64
 
     def fold(self, x: Tensor, at: slice) -> Tensor:
         """Chunk of a tensor ``[B, H, L, *]`` as ``[N, C, *]``; of one with query heads, those of a group stacked:
@@ -134,6 +136,16 @@ class _Sequence:
         until = (log[:, -1:] - log).to(dtype).exp_().unsqueeze(-1)
         return inside, since.repeat(1, self.groups, 1), until, since[:, -1:]
 
+    def add_reads(self, at: slice, rows: Tensor) -> None:
+        """Add to the gradient of log what the queries of a chunk read, ``[N, g C]``."""
+        if self.grad_log is not None:
+            self.grad_log[:, :, at] += rows.view(self.batch, self.heads, self.groups, -1).sum(2)
+
+    def add_writes(self, at: slice, columns: Tensor) -> None:
+        """Take from the gradient of log what the keys of a chunk wrote, ``[N, C]``."""
+        if self.grad_log is not None:
+            self.grad_log[:, :, at] -= columns.view(self.batch, self.heads, -1)
+
     def hide(self, weight: Tensor) -> Tensor:
         """Zero the future inside a chunk, in place; ``[N, g C, C]``."""
         length = weight.shape[2]
@@ -156,29 +168,35 @@ class _Causal(torch.autograd.Function):
             _causal_rows(sequence, kernel, q, k, v, carry, out[rows, query_heads])
             final[rows, heads] = carry.view(*k.shape[:2], *carry.shape[1:])
         ctx.kernel = kernel
-        ctx.save_for_backward(query, key, value, log, state, out, final)
+        ctx.save_for_backward(query, key, value, log, state, final)
         return out, final
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        query, key, value, log, state, out, final = ctx.saved_tensors
+        query, key, value, log, state, final = ctx.saved_tensors
         grad_out, grad_final = grads
         cut = _cut(query, key, state)
         totals = tuple(torch.empty_like(x) for x in (query, key, value, state))
+        grad_log = None
+        if log is not None and ctx.needs_input_grad[3]:
+            grad_log = torch.zeros(key.shape[:3], dtype=torch.float64, device=key.device)
         for rows, heads, query_heads in cut.slabs():
             at = ((rows, query_heads), (rows, heads), (rows, heads))
             parts = tuple(x[i] for x, i in zip((query, key, value), at, strict=True))
             into = tuple(x[i] for x, i in zip(totals[:3], at, strict=True))
             do = grad_out[rows, query_heads]
             sequence = _Sequence(parts[1], _part(log, rows, heads), cut.groups, cut.chunk)
+            if grad_log is not None:
+                sequence.grad_log = grad_log[rows, heads]
             _read_gradients(sequence, ctx.kernel, parts, do, state[rows, heads].flatten(0, 1).clone(), into[0])
             carry = grad_final[rows, heads].flatten(0, 1).clone()
             _write_gradients(sequence, ctx.kernel, parts, do, carry, into)
             totals[3][rows, heads] = carry.view(*parts[1].shape[:2], *carry.shape[1:])
-        grad_log = None
-        if log is not None and ctx.needs_input_grad[3]:
-            grad_log = _log_gradient(log, (out, grad_out), (value, totals[2]), (final, grad_final), cut.groups)
+        if grad_log is not None:
+            if grad_log.shape[-1]:
+                grad_log[..., -1] += (final.double() * grad_final.double()).sum((-2, -1))
+            grad_log = grad_log.sum_to_size(log.shape)
         return totals[0], totals[1], totals[2], grad_log, totals[3], None
 
 
@@ -220,6 +238,8 @@ def _read_gradients(
         write = kernel.features(k)
         if decays is not None:
             grad_read.mul_(decays[1])
+            if sequence.grad_log is not None:
+                sequence.add_reads(at, (grad_read * kernel.features(q)).sum(-1, dtype=torch.float64))
             carry.mul_(decays[3]).baddbmm_(write.transpose(1, 2), v * decays[2])
         else:
             carry.baddbmm_(write.transpose(1, 2), v)
@@ -249,7 +269,13 @@ def _write_gradients(
         sent = v
         if decays is not None:
             inside, since, until, _ = decays
-            weight, grad_weight = weight.mul_(inside), grad_weight.mul_(inside)
+            weight = weight.mul_(inside)
+            if sequence.grad_log is not None:
+                length = weight.shape[2]
+                pairs = (weight * grad_weight).view(-1, length, length).tril_(-1).view(weight.shape)
+                sequence.add_reads(at, pairs.sum(2, dtype=torch.float64))
+                sequence.add_writes(at, pairs.sum(1, dtype=torch.float64))
+            grad_weight = grad_weight.mul_(inside)
             sent, read = v * until, read * since
         grad_score = grad_weight if slope is None else grad_weight.mul_(slope)
         into[0][:, :, at] += sequence.unfold(grad_score @ k, query)
@@ -257,24 +283,12 @@ def _write_gradients(
         grad_sent = write @ grad_carry
         if decays is not None:
             grad_sent.mul_(decays[2])
+            if sequence.grad_log is not None:
+                sequence.add_writes(at, (grad_sent * v).sum(-1, dtype=torch.float64))
             grad_carry.mul_(decays[3])
         into[1][:, :, at] = sequence.unfold(_pull(kernel, k, grad_write).baddbmm(grad_score.transpose(1, 2), q), key)
         into[2][:, :, at] = sequence.unfold(grad_sent.baddbmm_(weight.transpose(1, 2), do), key)
         grad_carry.baddbmm_(read.transpose(1, 2), do)
-
-
-def _log_gradient(
-    log: Tensor, outs: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], finals: tuple[Tensor, Tensor], groups: int
-) -> Tensor:
-    """dG_i = <do_i, o_i> over the group - <dv_i, v_i>, and at the last token <dS, S> besides."""
-
-    def dot(pair: tuple[Tensor, Tensor]) -> Tensor:
-        return (pair[0].double() * pair[1].double()).sum(-1)
-
-    grad = dot(outs).unflatten(1, (-1, groups)).sum(2) - dot(values)
-    if grad.shape[-1]:
-        grad[..., -1] += dot(finals).sum(-1)
-    return grad.sum_to_size(log.shape)
 
 
 class _Full(torch.autograd.Function):
