@@ -116,10 +116,11 @@ def _path(
     pairs, features = cost.pair_flops(merged, sizes), cost.feature_flops(kernel, merged, sizes, "chunked")
     if stateful:
         return "features", "A state was asked for, and this kernel's has a fixed size."
+    ratio = features / max(pairs, 1)
     expanded = kernel.feature_dim(sizes.dim) != sizes.dim
-    if features * (EXPANSION if expanded else 1) < pairs:
-        return "features", f"Features take {features / max(pairs, 1):.2g} times the operations of pairs."
-    return "pairs", f"Pairs take {pairs / max(features, 1):.2g} times the operations of features."
+    counted = f" (counted {EXPANSION:g} times, since features must be expanded)" if expanded else ""
+    chosen = "features" if ratio * (EXPANSION if expanded else 1) < 1 else "pairs"
+    return chosen, f"Features take {ratio:.2g} times the operations of pairs{counted}."
 
 
 def _form(sizes: Sizes, possible: list[str], path: str, asked: str) -> tuple[str, str]:
