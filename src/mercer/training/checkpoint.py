@@ -4,12 +4,15 @@ RUN/checkpoints/step-00000200/
     model.safetensors      parameters and buffers, tied ones once
     config.json            the model's config
     optimizer.safetensors  first_moment.NAME and second_moment.NAME of every parameter
-    trainer.json           step, unlogged losses, held-out loss, seconds
+    trainer.json           step, unlogged losses, losses last measured, seconds, and what run.json says of the run
     tokenizer.json         where the vocabulary is not bytes
+    sha256.json            of every other file, checked before a run is continued
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -18,17 +21,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, StorageError
 from mercer.models.vocabulary import Vocabulary
-from mercer.runtime.files import TEMPORARY, new_folder, read_json, write_json
+from mercer.runtime.files import TEMPORARY, new_folder, read_json, storage_error, write_json
+from mercer.training.integrity import Damaged, seal, verify
 
 _MOMENTS = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 
 
 def folders(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first; folders of other names are not looked at."""
     found = (run / "checkpoints").glob("step-*")
-    return sorted(path for path in found if path.is_dir() and not path.name.endswith(TEMPORARY))
+    ours = (path for path in found if re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name) and path.is_dir())
+    return sorted(ours, key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -58,9 +63,19 @@ def find(run: Path, which: str = "last") -> Path:
 
 def best(there: list[Path]) -> Path | None:
     """The checkpoint with the lowest held-out loss; None if none was evaluated at its step."""
-    losses = {folder: read_json(folder / "trainer.json")["held_out_loss"] for folder in there}
+    losses = {folder: _held_out_loss(folder) for folder in there}
     evaluated = [folder for folder in there if losses[folder] is not None]
     return min(evaluated, key=lambda folder: losses[folder], default=None)
+
+
+def _held_out_loss(folder: Path) -> float | None:
+    """None also where a damaged checkpoint does not say: that one is then nobody's best."""
+    try:
+        trainer = read_json(folder / "trainer.json")
+    except StorageError:
+        return None
+    loss = trainer.get("held_out_loss") if isinstance(trainer, dict) else None
+    return loss if isinstance(loss, float) else None
 
 
 def save(
@@ -86,6 +101,7 @@ def save(
         write_json(folder / "config.json", config)
         vocabulary.save(folder)
         write_json(folder / "trainer.json", trainer)
+        seal(folder)
     _prune(run, keep)
     return target
 
@@ -101,24 +117,77 @@ def _prune(run: Path, keep: int) -> None:
         rmtree(folder)
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+Accept = Callable[[dict[str, Any]], None]
+
+
+def resume(
+    run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, accept: Accept | None = None
+) -> tuple[dict[str, Any], list[str]] | None:
+    """Load the newest checkpoint that is not damaged; damaged newer ones are renamed to end in ".damaged".
+
+    Args:
+        accept: called with ``trainer.json`` before anything is changed; raises what speaks against it.
+
+    Returns:
+        ``trainer.json``, and a sentence for each damaged one. None: the run has no checkpoint.
+
+    Raises:
+        StorageError: every checkpoint is damaged.
+        InvalidArgument: the checkpoint is of another model.
+    """
+    faults: list[Damaged] = []
+    for folder in reversed(folders(run)):
+        try:
+            trainer = load(folder, model, optimizer, accept)
+        except Damaged as fault:
+            faults.append(fault)
+        else:
+            return trainer, [_set_aside(fault, trainer["step"]) for fault in faults]
+    if faults:
+        raise StorageError(
+            f"no checkpoint of {run} is whole ({faults[0]}); put back a copy of it, or delete {run / 'checkpoints'} "
+            "to begin anew"
+        )
+    return None
+
+
+def _set_aside(fault: Damaged, step: int) -> str:
+    target = fault.folder.with_name(fault.folder.name + ".damaged")
+    try:
+        if target.exists():
+            rmtree(target)
+        fault.folder.rename(target)
+    except OSError as error:
+        raise storage_error(error, target) from error
+    return (
+        f"the checkpoint of step {step_of(fault.folder)} is damaged ({fault.fault}) and now called {target.name}: "
+        f"the run continues from step {step}"
+    )
+
+
+def load(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, accept: Accept | None = None
+) -> dict[str, Any]:
     """Put a checkpoint's tensors into ``model`` and ``optimizer`` in place; returns its ``trainer.json``.
 
     Raises:
-        InvalidArgument: the checkpoint's tensors are not those of this model.
+        Damaged: a file is missing or not what was written; nothing was changed.
+        InvalidArgument: the checkpoint's tensors are not those of this model; nothing was changed.
     """
+    verify(folder)
     trainer = read_json(folder / "trainer.json")
-    tensors = load_file(folder / "model.safetensors")
-    own = _unique(model)
-    _same(set(own), set(tensors), folder / "model.safetensors")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+    if accept is not None:
+        accept(trainer)
+    tensors, own = load_file(folder / "model.safetensors"), _unique(model)
+    _same(own, tensors, folder / "model.safetensors")
     stored = load_file(folder / "optimizer.safetensors")
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    wanted = {f"{ours}.{names[id(p)]}" for p in parameters for ours in _MOMENTS.values()} if trainer["step"] else set()
-    _same(wanted, set(stored), folder / "optimizer.safetensors")
+    wanted = {f"{ours}.{names[id(p)]}": p for p in parameters for ours in _MOMENTS.values()} if trainer["step"] else {}
+    _same(wanted, stored, folder / "optimizer.safetensors")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
     if trainer["step"]:
         for parameter in parameters:
             # AdamW's fused form keeps its count as a float tensor on the parameter's device; foreach on the CPU.
@@ -150,9 +219,20 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     }
 
 
-def _same(wanted: set[str], there: set[str], path: Path) -> None:
-    if wanted != there:
-        name = min(wanted ^ there)
+def _same(wanted: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Names, shapes and dtypes must agree: copying would broadcast or round what does not."""
+    if wanted.keys() != there.keys():
+        name = min(wanted.keys() ^ there.keys())
         raise InvalidArgument(
             f"{path} {'lacks' if name in wanted else 'has an unknown'} tensor {name!r}: it is of another model"
         )
+    for name, tensor in wanted.items():
+        if (tensor.shape, tensor.dtype) != (there[name].shape, there[name].dtype):
+            raise InvalidArgument(
+                f"{path}: tensor {name!r} is {_kind(there[name])}, but the model's is {_kind(tensor)}: "
+                "it is of another model"
+            )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -19,9 +19,9 @@ from mercer.training.config import TrainConfig
 from mercer.training.data import Corpus, batch, windows
 from mercer.training.evaluate import evaluate
 from mercer.training.interrupt import Interrupts
-from mercer.training.metrics import Metrics, read_metrics
+from mercer.training.metrics import Metrics, lacking, read_metrics
 from mercer.training.optim import learning_rate, make_optimizer
-from mercer.training.run import begin, hold
+from mercer.training.run import begin, hold, require_same
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class TrainResult:
         parameters: trainable numbers, tied ones once.
         seconds: time in the loop over all its processes, up to their last checkpoints.
         metrics: every event of ``metrics.jsonl``.
+        notes: sentences for the user, as `Progress` told them: what is not quite as it was when the run was begun.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class TrainResult:
     parameters: int
     seconds: float
     metrics: list[dict[str, Any]]
+    notes: tuple[str, ...] = ()
 
 
 def fit(
@@ -104,8 +106,8 @@ def fit(
         "environment": environment() | {"device": _device_name(device)},
     }
     with hold(folder):
-        notes = begin(folder, record, restart)
-        loop = _Loop(build().to(device).train(), description, config, corpus, folder, device, progress)
+        begun, notes = begin(folder, record, restart)
+        loop = _Loop(build().to(device).train(), begun, config, corpus, folder, device, progress)
         return loop.run(notes, tensorboard)
 
 
@@ -131,14 +133,14 @@ class _Loop:
     def __init__(
         self,
         model: nn.Module,
-        description: dict[str, Any],
+        record: dict[str, Any],
         config: TrainConfig,
         corpus: Corpus,
         folder: Path,
         device: torch.device,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self.model, self.description, self.config, self.corpus = model, description, config, corpus
+        self.model, self.record, self.config, self.corpus = model, record, config, corpus
         self.folder, self.device, self.progress = folder, device, progress
         self.bfloat16 = config.dtype == "bfloat16"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -152,21 +154,27 @@ class _Loop:
         self.seconds_before = 0.0
 
     def run(self, notes: list[str], tensorboard: bool) -> TrainResult:
-        there = checkpoint.folders(self.folder)
-        if there:
-            self._resume(there[-1])
-        metrics = Metrics(self.folder, self.step if there else None, tensorboard)
+        resumed, more = self._resume()
+        told = (*notes, *more)
+        metrics = Metrics(self.folder, self.step if resumed else None, tensorboard)
         try:
             with Interrupts() as interrupts:
-                self._loop(metrics, interrupts, bool(there), tuple(notes))
+                self._loop(metrics, interrupts, resumed, told)
         finally:
             metrics.close()
-        events = read_metrics(self.folder)
-        last = next(event for event in reversed(events) if event["event"] == "eval")
-        loss = next(event["loss"] for event in reversed(events) if event["event"] == "train")
-        size = sum(p.numel() for p in self.parameters)
-        seconds = self._seconds()
-        return TrainResult(self.folder, self.step, loss, last["loss"], last["bits_per_byte"], size, seconds, events)
+        assert self.loss is not None  # the last step is logged and evaluated, and its checkpoint has both
+        assert self.held_out is not None
+        return TrainResult(
+            folder=self.folder,
+            steps=self.step,
+            loss=self.loss,
+            held_out_loss=self.held_out["loss"],
+            bits_per_byte=self.held_out["bits_per_byte"],
+            parameters=sum(p.numel() for p in self.parameters),
+            seconds=self._seconds(),
+            metrics=read_metrics(self.folder),
+            notes=told,
+        )
 
     def _loop(self, metrics: Metrics, interrupts: Interrupts, resumed: bool, notes: tuple[str, ...]) -> None:
         config = self.config
@@ -291,20 +299,36 @@ class _Loop:
         trainer = {
             "step": self.step,
             "pending": [value.double().tolist() for value in self.pending],
+            "loss": self.loss,
             "held_out_loss": evaluated["loss"] if evaluated else None,
             "bits_per_byte": evaluated["bits_per_byte"] if evaluated else None,
             "optimizer": f"adamw-{self.form}",
             "seconds": self._seconds(),
+            "run": self.record,
         }
-        vocabulary, keep = self.corpus.vocabulary, self.config.keep
-        checkpoint.save(self.folder, self.model, self.optimizer, trainer, self.description, vocabulary, keep)
+        model, vocabulary, keep = self.record["model"], self.corpus.vocabulary, self.config.keep
+        checkpoint.save(self.folder, self.model, self.optimizer, trainer, model, vocabulary, keep)
         self._tell("checkpoint")
 
-    def _resume(self, folder: Path) -> None:
-        trainer = checkpoint.load(folder, self.model, self.optimizer)
+    def _resume(self) -> tuple[bool, list[str]]:
+        """Whether there was a checkpoint to continue from, and sentences about what is damaged or lost."""
+
+        def accept(trainer: dict[str, Any]) -> None:
+            require_same(self.folder, trainer.get("run"), self.record)
+
+        found = checkpoint.resume(self.folder, self.model, self.optimizer, accept)
+        if found is None:
+            return False, []
+        trainer, notes = found
         self.step = trainer["step"]
         self.pending = [torch.tensor(value, dtype=torch.float32, device=self.device) for value in trainer["pending"]]
         self.seconds_before = trainer["seconds"]
+        self.loss = trainer["loss"]
+        if trainer["held_out_loss"] is not None:
+            self.held_out = {"loss": trainer["held_out_loss"], "bits_per_byte": trainer["bits_per_byte"]}
+            self.held_out_step = self.step
+        hole = lacking(read_metrics(self.folder), self.step, self.config)
+        return True, notes if hole is None else [*notes, hole]
 
     def _seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.began

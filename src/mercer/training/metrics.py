@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,10 @@ from mercer.runtime.files import storage_error, write_file
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from mercer.training.config import TrainConfig
+
 METRICS_FILE = "metrics.jsonl"
+_FACTS = {"train": ("loss",), "eval": ("loss", "bits_per_byte")}  # kinds of events, and the numbers none is without
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -24,16 +28,50 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     depends on the machine. "train" adds ``learning_rate``, ``gradient_norm`` and ``tokens``; "eval" ``bits_per_byte``.
 
     Raises:
-        StorageError: the file cannot be read.
+        StorageError: the file cannot be read, or a line is not an event; the message has its number.
     """
     path = folder / METRICS_FILE
     if not path.exists():
         return []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise StorageError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    return [json.loads(line) for line in lines[:-1]]  # only a line with its line end is whole
+    return [_event(line, path, number) for number, line in enumerate(lines[:-1], 1)]  # a line is whole with its end
+
+
+def _event(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        event = json.loads(line.decode(), parse_constant=_refuse)
+        whole = type(event["step"]) is int and all(math.isfinite(event[key]) for key in _FACTS[event["event"]])
+    except (ValueError, TypeError, KeyError, OverflowError):
+        whole = False
+    if not whole:
+        raise StorageError(f"cannot read {path}: line {number} is damaged; delete that line to go on without it")
+    return event
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is never written")
+
+
+def lacking(events: list[dict[str, Any]], step: int, config: TrainConfig) -> str | None:
+    """A sentence about the events up to ``step`` that a run has written and that are not in ``events``; None if none.
+
+    The recipe fixes them: an evaluation before the first step, every ``eval_every`` and after the last; a line of
+    training every ``log_every`` and after the last.
+    """
+    last = {step} if step == config.steps else set()
+    due = {(at, "train") for at in {*range(config.log_every, step + 1, config.log_every), *last}}
+    due |= {(at, "eval") for at in {*range(0, step + 1, config.eval_every), *last}}
+    lost = due - {(event["step"], event["event"]) for event in events}
+    if not lost:
+        return None
+    at, kind = min(lost)
+    return (
+        f"{METRICS_FILE} lacks {len(lost)} of the {len(due)} events up to step {step}, the first of them {kind} at "
+        f"step {at}: the curve has a hole there, which training does not fill"
+    )
 
 
 class Metrics:
@@ -55,7 +93,10 @@ class Metrics:
         content = "".join(map(_line, kept)).encode()
         if not self.path.exists() or self.path.read_bytes() != content:
             write_file(self.path, content)
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise storage_error(error, self.path, "the checkpoints are intact") from error
 
     def write(self, event: dict[str, Any]) -> None:
         """Append one event; it is with the operating system when this returns, so a killed process loses nothing."""

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, StorageError
 from mercer.runtime.files import read_json, storage_error, write_json
+from mercer.training import checkpoint
 from mercer.training.config import FREE_ON_RESUME
+from mercer.training.integrity import verify
 from mercer.training.metrics import METRICS_FILE
 
 RUN_FILE = "run.json"
@@ -47,7 +49,7 @@ def hold(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def begin(folder: Path, record: dict[str, Any], restart: bool) -> list[str]:
+def begin(folder: Path, record: dict[str, Any], restart: bool) -> tuple[dict[str, Any], list[str]]:
     """Record a new run, or check that ``record`` continues the one that was begun here.
 
     Args:
@@ -56,20 +58,80 @@ def begin(folder: Path, record: dict[str, Any], restart: bool) -> list[str]:
         restart: forget what is there and begin anew.
 
     Returns:
-        Sentences about differences that are allowed but may move the last digits (threads, versions).
+        The record that the run was begun with, and sentences about differences that are allowed but may move the last
+        digits (threads, versions) and about a lost run.json that was written anew from a checkpoint.
 
     Raises:
         InvalidArgument: the run in the folder was begun with another model, recipe or text.
+        StorageError: run.json is damaged or missing, and no checkpoint says how the run was begun.
     """
     if restart:
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in (RUN_FILE, METRICS_FILE):
             (folder / name).unlink(missing_ok=True)
-    if not (folder / RUN_FILE).exists():
+    old, notes = _begun(folder)
+    if old is None:
         write_json(folder / RUN_FILE, record)
-        return []
-    old = read_json(folder / RUN_FILE)
+        return record, []
+    require_same(folder, old, record)
+    if notes:
+        write_json(folder / RUN_FILE, old)
+    was, now = _digits(old["environment"]), _digits(record["environment"])
+    notes += [
+        f"the run was begun with {key} {was[key]}, now it is {now[key]}: the last digits may differ"
+        for key in _DIGITS
+        if was[key] != now[key]
+    ]
+    return old, notes
+
+
+def _begun(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The record of the run in the folder, from its last whole checkpoint if run.json is lost; None: no run."""
+    path = folder / RUN_FILE
+    try:
+        old = read_json(path)
+        if _is_record(old):
+            return old, []
+        fault = "is damaged"
+    except StorageError:
+        fault = "cannot be read" if path.exists() else "is missing"
+    there = checkpoint.folders(folder)
+    for kept in reversed(there):
+        try:
+            verify(kept)
+            old = read_json(kept / "trainer.json").get("run")
+        except StorageError:
+            continue
+        if _is_record(old):
+            return old, [
+                f"{RUN_FILE} {fault}; it was written anew from the checkpoint of step {checkpoint.step_of(kept)}"
+            ]
+    if path.exists() or there:
+        raise StorageError(
+            f"{path} {fault} and no whole checkpoint says how the run was begun; put it back, name another folder, or "
+            "restart"
+        )
+    return None, []
+
+
+def _is_record(value: Any) -> bool:
+    try:
+        return all(isinstance(value[part], dict) for part in ("model", "train", "corpus")) and bool(
+            _digits(value["environment"])
+        )
+    except (KeyError, TypeError):
+        return False
+
+
+def require_same(folder: Path, old: Any, record: dict[str, Any]) -> None:
+    """Refuse to continue the run that ``old`` describes with the model, recipe and text of ``record``.
+
+    Raises:
+        InvalidArgument: they differ, or ``old`` is not the record of a run.
+    """
+    if not _is_record(old):
+        raise InvalidArgument(f"{folder} has checkpoints that are not of such a run; name another folder, or restart")
     for part in ("model", "train", "corpus"):
         keys = _TOKEN_KEYS if part == "corpus" else sorted({*old[part], *record[part]} - FREE_ON_RESUME)
         for key in keys:
@@ -79,12 +141,6 @@ def begin(folder: Path, record: dict[str, Any], restart: bool) -> list[str]:
                     f"{folder} holds a run begun with {_difference(f'{part}.{key}', was, now)}; "
                     "give the old value, another folder, or restart"
                 )
-    was, now = _digits(old["environment"]), _digits(record["environment"])
-    return [
-        f"the run was begun with {key} {was[key]}, now it is {now[key]}: the last digits may differ"
-        for key in _DIGITS
-        if was[key] != now[key]
-    ]
 
 
 def _digits(environment: dict[str, Any]) -> dict[str, Any]:
