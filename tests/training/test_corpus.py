@@ -11,6 +11,7 @@ from mercer.training.corpus import (
     fingerprint,
     python_library_files,
     python_library_text,
+    search,
     split_files,
 )
 
@@ -49,6 +50,28 @@ def test_a_relative_glob_and_a_name_with_brackets(tree, monkeypatch):
     (tree / "[x].txt").write_text("brackets")
     assert names(find_files(["*.txt"])) == ["[x].txt", "b.txt"]
     assert names(find_files(["[x].txt"])) == ["[x].txt"]
+
+
+@pytest.mark.parametrize("marks", [("run.json", "lock"), ("begun.json",), ("corpus.json", "train.bin")])
+def test_what_was_learned_is_not_learned_from(tree, marks):
+    for name in (*marks, "deep/more.txt"):
+        (tree / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / "out" / name).write_text("x")
+    files, skipped = search([tree, f"{tree}/**/*.txt"])
+    assert names(files) == ["a.py", "b.txt", "sub/c.txt", "sub/deep/d.txt"]
+    assert skipped == [tree / "out"]
+    assert names(find_files([tree / "out" / "deep" / "more.txt"])) == ["more.txt"]  # asked for by name
+    with pytest.raises(InvalidArgument, match="has no files"):
+        find_files([tree / "out"])
+
+
+def test_a_folder_that_will_be_written_to_is_not_read(tree):
+    files, skipped = search([tree], [tree / "sub" / "deep"])
+    assert names(files) == ["a.py", "b.txt", "sub/c.txt"]
+    assert skipped == [tree / "sub" / "deep"]
+    for given in (tree, f"{tree}/*.txt"):
+        with pytest.raises(InvalidArgument, match="cannot hold both the text and what is learned from it"):
+            search([given], [tree])
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def train(
     given = {name: value for name, value in locals().items() if value is not None}
     plan = _read(config) if config else {}
     for name in ("held_out_text", "vocabulary", "held_out"):
-        if given.get(name):
+        if given.get(name, []) != []:
             plan[name] = given[name]
     if paths := [*(text or ()), *(more or ())]:
         plan["text"] = paths
@@ -117,6 +117,13 @@ def _read(path: Path) -> dict[str, Any]:
     for section, kind in (("model", dict), ("train", dict), ("text", list), ("held_out_text", list)):
         if not isinstance(plan.get(section, kind()), kind):
             raise InvalidArgument(f"{path}: {section} must be a JSON {'object' if kind is dict else 'array'}")
+    if not all(isinstance(name, str) for section in ("text", "held_out_text") for name in plan.get(section, ())):
+        raise InvalidArgument(f"{path}: text and held_out_text are arrays of strings")
+    if not isinstance(plan.get("vocabulary", ""), str):
+        raise InvalidArgument(f"{path}: vocabulary must be a JSON string")
+    share = plan.get("held_out", 0.05)
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        raise InvalidArgument(f"{path}: held_out must be a JSON number")
     return plan
 
 
@@ -146,7 +153,11 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
         vocabulary=plan.get("vocabulary", "bytes"),
         held_out=plan.get("held_out", 0.05),
         held_out_text=plan.get("held_out_text", ()),
+        without=[out],
+        length=recipe.length,
     )
+    for note in () if given["quiet"] else corpus.notes:
+        typer.echo(f"Note: {note}.", err=True)
     model_config = ModelConfig(**{"vocab_size": corpus.vocabulary.size} | model)
     with watch_training(given["quiet"]) as progress:
         result = run(

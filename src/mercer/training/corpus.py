@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,26 +32,35 @@ def find_files(paths: Iterable[str | Path]) -> list[TextFile]:
     """The files that ``paths`` name, sorted by name, each once.
 
     A path is a file, a folder (every file below it, hidden ones excepted) or a glob (``data/**/*.txt``). A file's name
-    is relative to the folder, or to the part of the glob before the first wildcard.
+    is relative to the folder, or to the part of the glob before the first wildcard. Folders that hold a run, a study
+    or prepared tokens are left out: a text must not grow by what is learned from it.
 
     Raises:
         InvalidArgument: a path does not exist, a glob matches nothing, or no file is found at all.
     """
+    return search(paths)[0]
+
+
+def search(paths: Iterable[str | Path], without: Iterable[Path] = ()) -> tuple[list[TextFile], list[Path]]:
+    """`find_files`, and the folders that were left out; those of ``without`` are left out too."""
+    never = {path.expanduser().resolve() for path in without}
     found: dict[Path, TextFile] = {}
+    skipped: dict[Path, Path] = {}
     for given in paths:
-        for file in _expand(str(given)):
+        for file in _expand(str(given), never, skipped):
             found.setdefault(file.path.resolve(), file)
     if not found:
         raise InvalidArgument("the corpus is empty: name at least one file, folder or glob")
-    return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
+    return sorted(found.values(), key=lambda file: (file.name, str(file.path))), list(skipped.values())
 
 
-def _expand(given: str) -> list[TextFile]:
+def _expand(given: str, never: set[Path], skipped: dict[Path, Path]) -> list[TextFile]:
     path = Path(given).expanduser()
     if path.is_dir():
-        below = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+        _not_both(path, never)
+        below = sorted(_below(path, never, skipped))
         if not below:
-            raise InvalidArgument(f"the folder {given} has no files (hidden ones are not read)")
+            raise InvalidArgument(f"the folder {given} has no files (hidden ones and those of runs are not read)")
         return [TextFile(p.relative_to(path).as_posix(), p) for p in below]
     if path.exists():
         return [TextFile(path.name, path)]
@@ -62,14 +72,47 @@ def _expand(given: str) -> list[TextFile]:
             break
         fixed.append(part)
     root = Path(*fixed) if fixed else Path()
+    _not_both(root, never)
     matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207
+    matches = [p for p in matches if not any(_ours(folder, never, skipped) for folder in _between(root, p))]
     if not matches:
-        raise InvalidArgument(f"no file matches {given}")
+        raise InvalidArgument(f"no file matches {given} (those of runs are not read)")
     return [TextFile(p.relative_to(root).as_posix(), p) for p in matches]
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _not_both(folder: Path, never: set[Path]) -> None:
+    if folder.resolve() in never:
+        raise InvalidArgument(
+            f"the folder {folder} cannot hold both the text and what is learned from it; write to another folder, "
+            "which may lie inside it"
+        )
+
+
+def _below(root: Path, never: set[Path], skipped: dict[Path, Path]) -> Iterator[Path]:
+    for name, folders, files in os.walk(root):
+        here = Path(name)
+        if _ours(here, never, skipped):
+            folders.clear()
+            continue
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        yield from (here / file for file in files if not file.startswith(".") and (here / file).is_file())
+
+
+def _between(root: Path, file: Path) -> list[Path]:
+    """The folders from ``root`` down to the one that holds ``file``."""
+    return [folder for folder in reversed(file.parents) if folder == root or root in folder.parents]
+
+
+def _ours(folder: Path, never: set[Path], skipped: dict[Path, Path]) -> bool:
+    """Whether a folder holds a run, a study or prepared tokens, or is not to be read; noted if so."""
+    full = folder.resolve()
+    if full in skipped:
+        return True
+    marks = (("run.json", "lock"), ("begun.json",), ("corpus.json", "train.bin"))
+    ours = full in never or any(all((folder / name).exists() for name in mark) for mark in marks)
+    if ours:
+        skipped[full] = folder
+    return ours
 
 
 def python_library_text() -> list[Path]:
@@ -131,9 +174,8 @@ def split_files(files: Sequence[TextFile], share: float) -> Split:
         raise InvalidArgument(f"the held-out share is {share}; it lies between 0 and 1, for example 0.05")
     sizes = {file: size for file in files if (size := _size(file))}
     if not sizes:
-        raise InvalidArgument(
-            f"the corpus is empty: its {len(files)} files have no bytes, the first is {files[0].path}"
-        )
+        of = f"its {len(files)} files have" if len(files) > 1 else "its only file has"
+        raise InvalidArgument(f"the corpus is empty: {of} no bytes, see {files[0].path}")
     if len(sizes) == 1:
         return Split("tail", list(sizes), list(sizes))
     room = share * sum(sizes.values())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mercer.training.corpus import (
     python_library_files,
     python_library_text,
     read,
+    search,
     split_files,
 )
 
@@ -39,6 +41,7 @@ class Corpus:
         train, held_out: [n] tokens, mapped from the cache and never read whole.
         info: sha256, vocabulary, split (by, share, held-out names), and files, bytes and tokens of each side.
         folder: the cache folder that holds them.
+        notes: sentences for the user about how the text was found.
     """
 
     vocabulary: Vocabulary
@@ -46,6 +49,7 @@ class Corpus:
     held_out: np.ndarray
     info: dict[str, Any]
     folder: Path
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def build(
@@ -56,6 +60,8 @@ class Corpus:
         vocabulary: str = "bytes",
         held_out: float = 0.05,
         held_out_text: Sequence[str | Path] = (),
+        without: Sequence[str | Path] = (),
+        length: int = 0,
     ) -> Corpus:
         """Read the text, or find its tokens in ``cache`` where the same text was prepared the same way before.
 
@@ -65,15 +71,21 @@ class Corpus:
             vocabulary: "bytes", or "bpe:4096": a byte-level BPE of that many tokens trained on the training text.
             held_out: share of the bytes to hold out, by whole files; the tail of a single file.
             held_out_text: files to hold out instead, all of them.
+            without: folders that are not read wherever they lie, such as the one a run is written to. Every folder
+                that holds a run, a study or prepared tokens is left out anyway.
+            length: tokens of context that a window will have; a side without one window is refused.
 
         Raises:
-            InvalidArgument: a file is missing, unreadable or (for BPE) not UTF-8; a side of the split has no text.
+            InvalidArgument: a file is missing, unreadable or (for BPE) not UTF-8; a side of the split has no text or
+                no window. Nothing is written then.
             StorageError: the cache cannot be written.
         """
         size = _vocabulary_size(vocabulary)
-        files = _files(list(text))
+        never = list(map(Path, without))
+        files, skipped = _files(list(text), never)
         if held_out_text:
-            held = find_files(held_out_text)
+            held, more = search(held_out_text, never)
+            skipped += [folder for folder in more if folder not in skipped]
             twice = {file.path.resolve() for file in files} & {file.path.resolve() for file in held}
             if twice:
                 raise InvalidArgument(f"{min(twice)} is both training and held-out text")
@@ -86,9 +98,14 @@ class Corpus:
         recipe["split"]["held_out"] = [file.name for file in split.held_out]
         folder = Path(cache) / hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
         if not (folder / "corpus.json").exists():
-            with new_folder(folder) as fresh:
-                _write(fresh, split, share, size, recipe | {"files": len(every)})
-        return cls.load(folder)
+            with _no_empty_folders(folder.parent), new_folder(folder) as fresh:
+                _require_windows(_write(fresh, split, share, size, recipe | {"files": len(every)}), length)
+        corpus = cls.load(folder)
+        _require_windows(corpus.info, length)
+        notes = tuple(
+            f"{folder} is left out of the text: it is for a run, a study or prepared tokens" for folder in skipped
+        )
+        return replace(corpus, notes=notes)
 
     @classmethod
     def load(cls, folder: str | Path) -> Corpus:
@@ -105,13 +122,39 @@ class Corpus:
         return cls(vocabulary, sides[0], sides[1], info, folder)
 
 
-def _files(text: list[str | Path | TextFile]) -> list[TextFile]:
-    """The files in the order of their names, those given by path looked up."""
+def _files(text: list[str | Path | TextFile], without: Iterable[Path]) -> tuple[list[TextFile], list[Path]]:
+    """The files in the order of their names, those given by path looked up, and the folders left out."""
     files = [item for item in text if isinstance(item, TextFile)]
     paths = [item for item in text if not isinstance(item, TextFile)]
+    skipped: list[Path] = []
     if paths or not files:
-        files += find_files(paths)
-    return sorted(files, key=lambda file: (file.name, str(file.path)))
+        found, skipped = search(paths, without)
+        files += found
+    return sorted(files, key=lambda file: (file.name, str(file.path))), skipped
+
+
+def _require_windows(info: dict[str, Any], length: int) -> None:
+    for side, name in (("train", "training"), ("held_out", "held-out")):
+        tokens, files = info[side]["tokens"], info[side]["files"]
+        if tokens <= length:
+            raise InvalidArgument(
+                f"the {name} text is too short: a window of length={length} needs {length + 1} tokens and its "
+                f"{files} file{'s have' if files > 1 else ' has'} {tokens}; give more text, another split or a smaller "
+                "length"
+            )
+
+
+@contextmanager
+def _no_empty_folders(folder: Path) -> Iterator[None]:
+    """Take away again, when the block fails, the folders that it made on the way to ``folder`` and left empty."""
+    fresh = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in fresh:
+            with suppress(OSError):  # not empty, or never made
+                path.rmdir()
+        raise
 
 
 def _vocabulary_size(vocabulary: str) -> int | None:
@@ -126,8 +169,8 @@ def _vocabulary_size(vocabulary: str) -> int | None:
     )
 
 
-def _write(folder: Path, split: Split, share: float | None, size: int | None, recipe: dict[str, Any]) -> None:
-    """Tokens, vocabulary and record of a corpus into a fresh folder."""
+def _write(folder: Path, split: Split, share: float | None, size: int | None, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Tokens, vocabulary and record of a corpus into a fresh folder; returns the record."""
     vocabulary = Bytes() if size is None else BPE.train(_texts(_side(split, share, "train")), size)
     vocabulary.save(folder)
     info = recipe | {"vocabulary_size": vocabulary.size}
@@ -141,11 +184,20 @@ def _write(folder: Path, split: Split, share: float | None, size: int | None, re
                     out.write(encoded.tobytes())
                     tokens += len(encoded)
         if not tokens:
-            raise InvalidArgument(
-                f"the {side.replace('_', '-')} text is empty ({len(getattr(split, side))} files without bytes)"
-            )
+            raise InvalidArgument(_empty(side, split))
         info[side] = {"bytes": total, "tokens": tokens, "files": len(getattr(split, side))}
     write_json(folder / "corpus.json", info)
+    return info
+
+
+def _empty(side: str, split: Split) -> str:
+    files = getattr(split, side)
+    name = "training" if side == "train" else "held-out"
+    if split.by == "tail":
+        return (
+            f"the text is too short to hold out a part of it: {files[0].path} has {files[0].path.stat().st_size} bytes"
+        )
+    return f"the {name} text is empty: {len(files)} file{'s' if len(files) > 1 else ''} without bytes"
 
 
 def _side(split: Split, share: float | None, side: str) -> Iterator[tuple[TextFile, bytes]]:
