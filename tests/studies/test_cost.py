@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mercer.errors import InvalidArgument
+from mercer.errors import Interrupted, InvalidArgument
 from mercer.studies import cost
 from mercer.studies.cost_measure import Shape, Way, machine_rates, planned, prepare, seconds
 from mercer.studies.cost_summary import best_curve, conclude, crossing, crossings
@@ -79,6 +79,20 @@ def test_what_was_measured_is_read_back(shrunk: Path, monkeypatch: pytest.Monkey
     assert again.rates == first.rates
     with pytest.raises(InvalidArgument, match="begun with attentions"):
         study(shrunk, attentions=["softmax"])
+
+
+def test_a_stop_is_one_sentence_and_before_any_result_nothing_is_settled(
+    shrunk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cost._Study, "_cell", stop)
+        with pytest.raises(Interrupted, match="run the same command again to continue in"):
+            study(shrunk)
+    assert (shrunk / "study" / "rates.json").exists()
+    assert {p.attention for p in study(shrunk, attentions=["exp-l2"]).points} == {"exp-l2"}
 
 
 def test_what_would_take_too_long_is_left_out_with_a_reason(shrunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +189,8 @@ def test_the_conclusions_can_fall_either_way(times: list[float], plan: list[floa
 def test_wrong_options_are_refused(shrunk: Path) -> None:
     with pytest.raises(InvalidArgument, match="Unknown attention"):
         study(shrunk, attentions=["softplus"])
+    with pytest.raises(InvalidArgument, match="taylor3-sum' cannot be computed"):
+        study(shrunk, attentions=["taylor3-sum"])
     with pytest.raises(InvalidArgument, match="device 'nowhere' is not usable here"):
         study(shrunk, device="nowhere")
     assert not (shrunk / "study").exists()

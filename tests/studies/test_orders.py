@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.studies import small
 
-from mercer.errors import InvalidArgument, NonFinite
+from mercer.errors import Interrupted, InvalidArgument, NonFinite
 from mercer.studies import orders
 from mercer.studies.arms import parse_arms
 from mercer.studies.records import OrdersRecord, read_record
@@ -78,13 +78,48 @@ def test_a_finished_study_is_read_back_and_not_run_again(shrunk: Path, monkeypat
     assert again.provenance.seconds > first.provenance.seconds
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"attentions": ["softmax", "taylor3-sum"]}, "taylor3-sum' cannot be computed.*or taylor3-signed-sum"),
+        ({"attentions": ["exp-l2+gain", "softmax+gain"]}, "a gain is learned after L2 or RMS only"),
+        ({"text": ["nowhere.txt"]}, "there is no file or folder nowhere.txt"),
+        ({"text": ["short.txt"]}, "the text is too short to hold out a part of it: short.txt has 3 bytes"),
+        ({"text": ["line.txt"]}, "the held-out text is too short: .* 17 tokens and its 1 file has 2;"),
+        ({"device": "abacus"}, "device 'abacus' is not usable here; use"),
+    ],
+)
+def test_what_cannot_work_leaves_no_folder(
+    shrunk: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(shrunk)
+    Path("short.txt").write_text("abc")
+    Path("line.txt").write_text(40 * "x")
+    options = {"text": [shrunk / "text"], "attentions": small.ATTENTIONS, "steps": 2, "quiet": True, "device": "cpu"}
+    with pytest.raises(InvalidArgument, match=message):
+        orders.run("standard", shrunk / "some" / "study", **(options | wrong))
+    assert not (shrunk / "some").exists()
+
+
+def test_a_study_that_finished_nothing_can_be_begun_anew(shrunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(orders._Study, "_trial", stop)
+        with pytest.raises(Interrupted, match="what was finished is kept; run the same command again to continue in"):
+            study(shrunk, seeds=1, steps=3)
+    assert json.loads((shrunk / "study" / "begun.json").read_text())["steps"] == 3
+    assert {trial.steps for trial in study(shrunk, seeds=1, steps=2).trials} == {2}
+
+
 def test_another_setting_in_the_same_folder_is_refused(shrunk: Path) -> None:
     study(shrunk, seeds=1, steps=2)
     for change, word in (({"steps": 3}, "steps"), ({"seeds": 2}, "seeds"), ({"attentions": ["softmax"]}, "attentions")):
         with pytest.raises(InvalidArgument, match=f"begun with {word}"):
             study(shrunk, **({"seeds": 1, "steps": 2} | change))
-    (shrunk / "text" / "part3.txt").write_text("other words")
-    with pytest.raises(InvalidArgument, match="begun with sha256"):
+    (shrunk / "text" / "part3.txt").write_text("other words " * 40)
+    with pytest.raises(InvalidArgument, match="begun with another text, or the text has changed since"):
         study(shrunk, seeds=1, steps=2)
 
 
@@ -157,7 +192,7 @@ def test_arms_by_name() -> None:
 def test_another_learning_rate_is_another_study(shrunk: Path) -> None:
     record = study(shrunk, seeds=1, steps=3, attentions=["softmax"], learning_rate=0.02)
     assert record.training["learning_rate"] == 0.02
-    with pytest.raises(InvalidArgument, match="begun with learning_rate"):
+    with pytest.raises(InvalidArgument, match="begun with learning rate 0.02, now it is 0.003"):
         study(shrunk, seeds=1, steps=3, attentions=["softmax"])
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from mercer.core.names import attention_name, parse_attention
-from mercer.errors import InvalidArgument, Unsupported
+from mercer.errors import Unsupported
+from mercer.models.config import causal_attention
+from mercer.runtime.device import find_device
 from mercer.studies.cost_measure import Shape, Way, machine_rates, planned, prepare, seconds
 from mercer.studies.cost_summary import conclude, crossings
-from mercer.studies.folder import Budget, StudyFolder, check_budget
+from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible
 from mercer.studies.progress import StudyProgress
 from mercer.studies.records import CostRecord, write_record
 from mercer.studies.records.cost import CostPoint, CostShape, MachineRates, Phase
@@ -70,6 +72,7 @@ def run(
 
     Raises:
         InvalidArgument: an unknown budget, attention or device, or a folder begun with other settings.
+        Interrupted: stopped by a signal; the same call continues.
     """
     return _Study(check_budget(budget), Path(out), attentions, device, command, quiet).run()
 
@@ -80,9 +83,9 @@ class _Study:
     ) -> None:
         self.budget, self.out, self.device, self.quiet = budget, out, device, quiet
         self.plan = plan = BUDGETS[budget]
-        named = [attention_name(*parse_attention(name)) for name in attentions or plan.attentions]
+        named = [attention_name(*causal_attention(name)) for name in attentions or plan.attentions]
         self.attentions = list(dict.fromkeys(named))
-        self.shape = Shape(plan.batch, plan.heads, plan.head_dim, torch.float32, _device(device))
+        self.shape = Shape(plan.batch, plan.heads, plan.head_dim, torch.float32, find_device(device))
         asked = {"study": "cost", "budget": budget, "attentions": self.attentions, "device": device}
         self.folder = StudyFolder(out, asked, command)
         kept = self.folder.remembered("rates")
@@ -106,7 +109,7 @@ class _Study:
         points: list[CostPoint] = []
         cells = [(phase, length) for phase in PHASES for length in self.plan.lengths]
         try:
-            with StudyProgress(len(cells), quiet=self.quiet) as progress:
+            with interruptible(self.out), StudyProgress(len(cells), quiet=self.quiet) as progress:
                 progress.say(f"{len(cells)} lengths and phases, {self.plan.repeats} repeats each, in {self.out}.")
                 page = self._write(points)
                 for place, (phase, length) in enumerate(cells):
@@ -210,18 +213,6 @@ class _Study:
             findings=conclude(points, rows),
         )  # fmt: skip
         return write_page(write_record(record, self.out))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidArgument(
-            f"device {name!r} is not usable here ({str(error).splitlines()[0]}); use 'auto' or 'cpu'."
-        ) from error
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from mercer.errors import InvalidArgument
+from mercer.errors import Interrupted, InvalidArgument
 from mercer.runtime.files import read_json, write_json
 from mercer.studies.records.common import Provenance
 
 Budget = Literal["quick", "standard", "full"]
 BUDGETS: tuple[Budget, ...] = ("quick", "standard", "full")
 BEGUN, WORK = "begun.json", "work.json"
+SETTLED = ("calibration.json", "rates.json")
+"""What a study measures once, before its first result."""
 
 
 def check_budget(name: str) -> Budget:
@@ -33,7 +38,7 @@ class StudyFolder:
     Args:
         path: made if absent.
         asked: what was asked for, as JSON values. A folder that was begun with something else is refused, so that one
-            study never mixes two settings.
+            study never mixes two settings, unless nothing was finished in it yet: then it is begun anew.
         command: what to type to run it again.
     """
 
@@ -41,15 +46,14 @@ class StudyFolder:
         self.path, self.command = path, command
         self._clock = time.monotonic()
         begun = path / BEGUN
-        if begun.exists():
-            old = read_json(begun)
-            for key in sorted({*old, *asked}):
-                if old.get(key) != asked.get(key):
-                    raise InvalidArgument(
-                        f"{path} holds a study begun with {key} = {old.get(key)!r}, now it is {asked.get(key)!r}; "
-                        "give the old value or name another folder with --out."
-                    )
-        else:
+        old = read_json(begun) if begun.exists() else None
+        if old is not None and old != asked:
+            if _has_results(path):
+                raise InvalidArgument(f"{path} holds a study begun with {_difference(old, asked)}.")
+            for name in (BEGUN, WORK, *SETTLED):
+                (path / name).unlink(missing_ok=True)
+            shutil.rmtree(path / "trials", ignore_errors=True)
+        if old != asked:
             write_json(begun, asked)
         work = read_json(path / WORK) if (path / WORK).exists() else {}
         self._before: float = work.get("seconds", 0.0)
@@ -94,6 +98,35 @@ class StudyFolder:
             peak_memory_bytes=self._peak,
             environment=environment(),
         )
+
+
+def _has_results(path: Path) -> bool:
+    """Whether a trial is finished or a checkpoint kept, or a length of the study of cost measured."""
+    patterns = ("trials/*/trial.json", "trials/*/checkpoints/step-*", "points-*.json")
+    return any(True for pattern in patterns for _ in path.glob(pattern))
+
+
+def _difference(old: dict[str, Any], asked: dict[str, Any]) -> str:
+    key = next(key for key in sorted({*old, *asked}) if old.get(key) != asked.get(key))
+    if key == "sha256":
+        return "another text, or the text has changed since; give the old text or name another folder with --out"
+    was, now = (_words(value.get(key)) for value in (old, asked))
+    return f"{key.replace('_', ' ')} {was}, now it is {now}; give the old value or name another folder with --out"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "not given" if value is None else str(value)
+
+
+@contextmanager
+def interruptible(folder: Path) -> Iterator[None]:
+    """An interrupt while no checkpoint is due becomes the sentence that says how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(f"what was finished is kept; run the same command again to continue in {folder}") from None
 
 
 def peak_memory_bytes() -> int:

@@ -12,10 +12,11 @@ import torch
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
+from mercer.runtime.device import find_device
 from mercer.runtime.files import read_json, write_json
 from mercer.studies.arms import parse_arms
 from mercer.studies.calibration import fitting_steps, seconds_per_step
-from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
+from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible, slug
 from mercer.studies.orders_summary import MARGIN, ONE_SEED, conclude, summarize
 from mercer.studies.progress import StudyProgress
 from mercer.studies.records import Corpus as CorpusRecord
@@ -125,7 +126,12 @@ class _Study:
         self.budget, self.out, self.plan, self.device, self.quiet = budget, out, plan, device, quiet
         self.arms = parse_arms(attentions or plan.arms)
         self.seeds = list(range(seeds or plan.seeds))
-        self.corpus = Corpus.build(list(text) or python_library_files(), out / "text")
+        find_device(device)
+        for arm in self.arms:
+            self._model(arm, 0, vocabulary=256)  # a fault here should not wait until the text is read
+        self.corpus = Corpus.build(
+            list(text) or python_library_files(), out / "text", without=[out], length=TRAINING["length"]
+        )
         self.corpus_name = ", ".join(map(str, text)) or "the source of Python's standard library"
         asked = {
             "study": "orders",
@@ -173,9 +179,9 @@ class _Study:
 
     def _seconds_per_step(self, arm: Arm) -> float:
         config = TrainConfig(**self.recipe, steps=5, device=self.device)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        device = find_device(self.device)
         model = DecoderLM(self._model(arm, 0)).to(device)
-        optimizer, _ = make_optimizer(model, config, torch.device(device))
+        optimizer, _ = make_optimizer(model, config, device)
 
         def step(number: int) -> None:
             rows = batch(self.corpus.train, config.length, config.batch, 0, number).to(device)
@@ -186,10 +192,10 @@ class _Study:
 
         return seconds_per_step(step)
 
-    def _model(self, arm: Arm, seed: int) -> ModelConfig:
+    def _model(self, arm: Arm, seed: int, vocabulary: int | None = None) -> ModelConfig:
         gain = {} if arm.gain_init is None else {"gain": "head", "gain_init": arm.gain_init}
         return ModelConfig(
-            **MODEL, **gain, vocab_size=self.corpus.vocabulary.size, attention=arm.attention, seed=seed,
+            **MODEL, **gain, vocab_size=vocabulary or self.corpus.vocabulary.size, attention=arm.attention, seed=seed,
             max_length=TRAINING["length"],
         )  # fmt: skip
 
@@ -199,7 +205,9 @@ class _Study:
         done = {(arm.name, seed): self._kept(arm, seed) for arm, seed in order}
         before = sum(self.steps for trial in done.values() if trial)
         try:
-            with StudyProgress(self.steps * len(order), before, quiet=self.quiet) as progress:
+            with interruptible(self.out), StudyProgress(self.steps * len(order), before, quiet=self.quiet) as progress:
+                for note in self.corpus.notes:
+                    progress.say(f"Note: {note}.")
                 progress.say(self._opening(len(order), before))
                 page = self._write(trials)
                 for place, (arm, seed) in enumerate(order):

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mercer.core.names import attention_name, parse_attention
+from mercer.core.names import attention_name
 from mercer.errors import InvalidArgument, NonFinite
-from mercer.models.config import ModelConfig
+from mercer.models.config import ModelConfig, causal_attention
 from mercer.models.decoder import DecoderLM
+from mercer.runtime.device import find_device
 from mercer.runtime.files import read_json, write_json
 from mercer.studies.calibration import fitting_steps, seconds_per_step
-from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
+from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible, slug
 from mercer.studies.mqar import Recall
 from mercer.studies.progress import StudyProgress
 from mercer.studies.recall_summary import capacities, conclude, summarize
@@ -116,6 +117,7 @@ class _Study:
         self.attentions = list(dict.fromkeys(_canonical(name) for name in attentions or plan.attentions))
         self.seeds = list(range(seeds or plan.seeds))
         self.tasks = tuple(Recall(n, plan.length_per_pair * n, plan.vocabulary) for n in plan.pairs)
+        find_device(device)
         asked = {
             "study": "recall",
             "budget": budget,
@@ -185,7 +187,7 @@ class _Study:
         kept = {key: self._kept(*key) for key in order}
         before = sum(self.steps for trial in kept.values() if trial)
         try:
-            with StudyProgress(self.steps * len(order), before, quiet=self.quiet) as progress:
+            with interruptible(self.out), StudyProgress(self.steps * len(order), before, quiet=self.quiet) as progress:
                 progress.say(
                     f"{len(order)} runs of {self.steps} steps in {self.out}"
                     + (f"; {before // self.steps} are finished." if before else ".")
@@ -266,7 +268,7 @@ _SHOWN = {"steps", "batch", "warmup", "floor", "weight_decay", "beta1", "beta2",
 
 
 def _canonical(name: str) -> str:
-    names = [attention_name(*parse_attention(part.strip())) for part in name.split(",")]
+    names = [attention_name(*causal_attention(part.strip())) for part in name.split(",")]
     if len(names) > LAYERS:
         raise InvalidArgument(f"attention {name!r} names {len(names)} layers; the models of this study have {LAYERS}.")
     return names[0] if len(set(names)) == 1 else ",".join(names)
