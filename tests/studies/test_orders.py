@@ -192,7 +192,7 @@ def test_arms_by_name() -> None:
 def test_another_learning_rate_is_another_study(shrunk: Path) -> None:
     record = study(shrunk, seeds=1, steps=3, attentions=["softmax"], learning_rate=0.02)
     assert record.training["learning_rate"] == 0.02
-    with pytest.raises(InvalidArgument, match="begun with learning rate 0.02, now it is 0.003"):
+    with pytest.raises(InvalidArgument, match=r"begun with learning rate 0\.02, now it is 0\.003"):
         study(shrunk, seeds=1, steps=3, attentions=["softmax"])
 
 

@@ -11,7 +11,8 @@ from tests.studies import examples
 
 from mercer.studies.records import CostRecord, OrdersRecord, RecallRecord, write_record
 from mercer.studies.records.common import Finding
-from mercer.studies.report import numbers, render, write_page
+from mercer.studies.report import numbers, orders, render, write_page
+from mercer.studies.report.blocks import Figure
 from mercer.studies.report.marks import DARK_BACKGROUND, LIGHT_BACKGROUND, all_colours, contrast, label, mark
 
 Any_ = OrdersRecord | RecallRecord | CostRecord
@@ -116,6 +117,24 @@ def test_colours_can_be_seen_on_both_backgrounds() -> None:
     for colour, background in itertools.product(all_colours(), (LIGHT_BACKGROUND, DARK_BACKGROUND)):
         assert contrast(colour, background) >= 3, (colour, background)
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+def test_an_attention_has_one_colour_in_every_figure() -> None:
+    record = examples.orders()
+    names = {label(arm.name): arm.name for arm in record.arms}
+    series = {f"Taylor · {ending}": f"taylor{{}}-{name}" for ending, name in (("L2", "l2"), ("sum", "sum"))}
+    found: dict[str, list[str]] = {}
+    for section in orders.build(record).sections:
+        for trace in (t for part in section.parts if isinstance(part, Figure) for t in part.spec["data"]):
+            if pattern := series.get(trace["name"]):
+                for order, colour in zip(trace["x"], trace["marker"]["color"], strict=True):
+                    found.setdefault(pattern.format(order), []).append(colour)
+            else:
+                found.setdefault(names[trace["name"]], []).append(trace["marker"]["color"])
+    assert {name: set(colours) for name, colours in found.items()} == {
+        arm.name: {mark(arm.name).colour} for arm in record.arms
+    }
+    assert len(found["taylor2-l2"]) == 4
 
 
 def test_marks_tell_parity_and_normaliser_apart() -> None:

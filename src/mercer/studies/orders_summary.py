@@ -261,11 +261,12 @@ def _settled(trials: Sequence[OrdersTrial], have: dict[str, Arm], margin: float)
         Finding(
             question="Had training settled when this was measured?",
             verdict="supported" if settled else "refuted",
-            text=f"From step {start} to step {end} the held-out loss of {label(name)} fell by {decimal(fall)} nats. "
+            text=f"From step {start} to step {end} the held-out loss of {label(name)} "
+            f"{'fell' if fall >= 0 else 'rose'} by {decimal(abs(fall))} nats. "
             + (
                 f"That is within {margin} nats."
                 if settled
-                else "What is said above holds for this length of training; a longer one may say something else."
+                else "So what this page says holds for this length of training; another one may say something else."
             ),
         )
     ]

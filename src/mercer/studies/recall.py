@@ -225,6 +225,8 @@ class _Study:
         common = {"attention": name, "dim": dim, "learning_rate": rate, "seed": seed}
         parameters = DecoderLM(setting.model).parameter_count
         runner = RecallRun(setting, folder)
+        for note in runner.notes:
+            progress.say(f"Note: {note}.")
         progress.found_done(runner.at)
         try:
             seconds = runner.train(show)

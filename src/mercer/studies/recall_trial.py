@@ -35,7 +35,8 @@ class Setting:
 
 
 class RecallRun:
-    """A model in training. ``folder`` None: nothing is kept, as for measuring what a step takes."""
+    """A model in training. ``folder`` None: nothing is kept, as for measuring what a step takes. ``notes``: sentences
+    about damaged checkpoints."""
 
     def __init__(self, setting: Setting, folder: Path | None) -> None:
         self.setting, self.folder = setting, folder
@@ -45,8 +46,9 @@ class RecallRun:
         self.model = DecoderLM(setting.model).to(self.device)
         self.optimizer, _ = make_optimizer(self.model, setting.train, self.device)
         self.at, self.before = 0, 0.0
-        if folder is not None and (there := checkpoint.folders(folder)):
-            kept = checkpoint.load(there[-1], self.model, self.optimizer)
+        self.notes: list[str] = []
+        if folder is not None and (found := checkpoint.resume(folder, self.model, self.optimizer)):
+            kept, self.notes = found
             self.at, self.before = kept["step"], kept["seconds"]
 
     def step(self, number: int) -> float:

@@ -62,6 +62,7 @@ class Plot:
         mode: str = "lines",
         spread: Sequence[Interval | None] | None = None,
         symbols: Sequence[str] | None = None,
+        colours: Sequence[str] | None = None,
         hover: str = "%{y:.3f}",
         text: Sequence[str] | None = None,
         size: float = 7,
@@ -69,7 +70,8 @@ class Plot:
         legend: bool = True,
         shown: bool = True,
     ) -> None:
-        """A line, markers or both; ``spread`` draws the interval of each point."""
+        """A line, markers or both; ``spread`` draws the interval of each point, ``colours`` those of the markers."""
+        marked = list(colours) if colours else mark.colour
         trace = go.Scatter(
             x=list(x),
             y=list(y),
@@ -77,10 +79,10 @@ class Plot:
             name=label,
             line={"color": mark.colour, "width": mark.width, "dash": dash or mark.dash},
             marker={
-                "color": mark.colour,
+                "color": marked,
                 "symbol": list(symbols) if symbols else mark.symbol,
                 "size": size,
-                "line": {"width": 2, "color": mark.colour},
+                "line": {"width": 2, "color": marked},
             },
             hovertemplate=f"<b>{label}</b><br>{hover}<extra></extra>",
             text=list(text) if text else None,

@@ -12,6 +12,8 @@ from typing import NamedTuple
 LIGHT_BACKGROUND, DARK_BACKGROUND = "#ffffff", "#14171c"
 
 _SOFTMAX, _OTHER = "#7a8494", "#8f7a2f"
+GUIDE = "#868686"
+"""A line that joins different attentions, each of which is marked in its own colour."""
 _KERNELS = {"exp": "#0f9488", "elu": "#b4690e", "relu": "#4f8f2f", "cosine": "#3f78c9"}
 _ORDERS = ("#b4690e", "#d25f2c", "#cc4a74", "#b04fae", "#8a5fd3", "#5f76d8", "#2f86b8")
 _DASHES = {"sum": "dash", "l2": "solid", "rms": "dot", "identity": "longdash"}
@@ -80,4 +82,4 @@ def contrast(first: str, second: str) -> float:
 
 def all_colours() -> tuple[str, ...]:
     """Every colour a mark can have."""
-    return (_SOFTMAX, _OTHER, *_KERNELS.values(), *_ORDERS)
+    return (_SOFTMAX, _OTHER, GUIDE, *_KERNELS.values(), *_ORDERS)

@@ -9,7 +9,7 @@ from mercer.studies.records.orders import Arm, ArmSummary, OrdersRecord
 from mercer.studies.report import numbers
 from mercer.studies.report.blocks import Cell, Figure, Page, Section, Table
 from mercer.studies.report.figures import Plot
-from mercer.studies.report.marks import label, mark
+from mercer.studies.report.marks import GUIDE, label, mark
 
 
 def build(record: OrdersRecord) -> Page:
@@ -97,7 +97,7 @@ def _by_order(record: OrdersRecord, arms: dict[str, Arm], done: list[ArmSummary]
         y_axis={"range": list(_reach(done))},
     )
     sentences: list[str] = []
-    for normalizer, colour_of in (("l2", "exp-l2"), ("sum", "softmax"), ("rms", "exp-rms")):
+    for normalizer in ("l2", "sum", "rms"):
         chosen = sorted(
             (s for s in taylor if arms[s.arm].normalizer == normalizer), key=lambda s: arms[s.arm].order or 0
         )
@@ -109,10 +109,11 @@ def _by_order(record: OrdersRecord, arms: dict[str, Arm], done: list[ArmSummary]
             name,
             [arms[s.arm].order or 0 for s in chosen],
             [s.loss.mean if s.loss else None for s in chosen],
-            mark(colour_of)._replace(width=2.0, dash=mark(f"exp-{normalizer}").dash),
+            mark(chosen[0].arm)._replace(colour=GUIDE, width=1.5),
             mode="lines+markers",
             spread=[_shown(s.loss) for s in chosen],
             symbols=["diamond-open" if o else "circle" for o in odd],
+            colours=[mark(s.arm).colour for s in chosen],
             hover="order %{x}: %{y:.3f} nats",
             size=12,
         )
@@ -129,7 +130,8 @@ def _by_order(record: OrdersRecord, arms: dict[str, Arm], done: list[ArmSummary]
             "Loss against Taylor order",
             "Held-out loss in nats per byte. " + "; ".join(sentences) + ".",
             "Filled circles are even orders, whose kernel is positive everywhere; hollow diamonds are odd orders, "
-            "whose kernel turns negative. Horizontal lines are attentions without an order."
+            "whose kernel turns negative. Horizontal lines are attentions without an order. A colour means the same "
+            "attention in every figure."
             + (" Bars are 95 % intervals over seeds." if len(record.provenance.seeds) > 1 else ""),
             height=430,
         )
