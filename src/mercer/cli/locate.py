@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, StorageError
 
 if TYPE_CHECKING:
     from mercer.models.decoder import DecoderLM
@@ -17,12 +17,26 @@ def model_folder(path: Path, checkpoint: str = "last") -> Path:
 
     Raises:
         InvalidArgument: the path is not a folder, or holds no such checkpoint.
+        StorageError: the checkpoint is damaged; the message names the others.
     """
-    from mercer.training.checkpoint import find
+    from mercer.training.checkpoint import find, folders, step_of
+    from mercer.training.integrity import CHECKSUMS, Damaged, verify
 
     if not path.is_dir():
         raise InvalidArgument(f"there is no folder {path}")
-    return path if (path / "model.safetensors").exists() else find(path, checkpoint)
+    if (path / "model.safetensors").exists():
+        if (path / CHECKSUMS).exists():
+            verify(path)
+        return path
+    folder = find(path, checkpoint)
+    try:
+        verify(folder)
+    except Damaged as error:
+        others = ", ".join(str(step_of(there)) for there in folders(path) if there != folder)
+        raise StorageError(
+            f"{error}; {f'there is also --checkpoint {others}' if others else 'there is no other checkpoint'}"
+        ) from error
+    return folder
 
 
 def open_model(path: Path, checkpoint: str, device: str) -> tuple[DecoderLM, Vocabulary]:

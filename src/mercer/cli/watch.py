@@ -13,14 +13,14 @@ Watcher = Callable[["Progress"], None]
 
 
 @contextmanager
-def watch_training(quiet: bool = False) -> Iterator[Watcher | None]:
-    """Yield the callback for `mercer.training.trainer.train`; None when quiet."""
-    if quiet:
-        yield None
-        return
+def watch_training(quiet: bool = False) -> Iterator[Watcher]:
+    """Yield the callback for `mercer.training.trainer.train`; when quiet, it writes the notes alone."""
     from rich.console import Console
 
     console = Console(stderr=True)
+    if quiet:
+        yield lambda progress: _notes(console.file.write, progress)
+        return
     if not console.is_terminal:
         yield _lines(console.file.write)
         return
@@ -32,7 +32,7 @@ def watch_training(quiet: bool = False) -> Iterator[Watcher | None]:
 
         def show(progress: Progress) -> None:
             for note in progress.notes:
-                console.print(f"Note: {note}.")
+                console.print(f"Note: {note}.", highlight=False, markup=False, soft_wrap=True)
             bar.update(task, completed=progress.step, total=progress.steps, facts=facts(progress))
 
         yield show
@@ -42,12 +42,16 @@ def _lines(write: Callable[[str], object]) -> Watcher:
     """One line at each evaluation: enough for a log file."""
 
     def show(progress: Progress) -> None:
-        for note in progress.notes:
-            write(f"Note: {note}.\n")
+        _notes(write, progress)
         if progress.phase == "eval":
             write(f"{progress.step}/{progress.steps}  {facts(progress)}\n")
 
     return show
+
+
+def _notes(write: Callable[[str], object], progress: Progress) -> None:
+    for note in progress.notes:
+        write(f"Note: {note}.\n")
 
 
 def facts(progress: Progress) -> str:
