@@ -26,9 +26,9 @@ class Attention(nn.Module):
     dim: channels of x and y. heads: query heads; kv_heads: a divisor of heads (equal: multi-head, the default; 1:
     multi-query; between: grouped). head_dim: default dim / heads. kernel, normalizer, structure, scale, form and path
     are those of `mercer.attention`; default causal softmax. rotary: turns queries and keys by their positions, which
-    count real tokens only, start anew in each packed document and go on from the state. alibi: adds the standard slopes of ALiBi to the structure.
-    gain: a learned factor on the output of L2 or RMS, "head" (one a head) or "channel" (one a head and channel), which
-    starts at `gain_init`. bias: adds biases to both projections.
+    count real tokens only, start anew in each packed document and go on from the state. alibi: adds the standard
+    slopes of ALiBi to the structure. gain: a learned factor on the output of L2 or RMS, "head" (one a head) or
+    "channel" (one a head and channel), which starts at `gain_init`. bias: adds biases to both projections.
     """
 
     def __init__(

@@ -11,8 +11,3 @@ def to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
-
-
-def no_autocast(device: torch.device) -> torch.autocast:
-    """A block whose products keep their dtype: a backward pass may run inside the caller's autocast block."""
-    return torch.autocast(device.type, enabled=False)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from mercer.core.first_order import first_order
 from mercer.errors import InvalidArgument
-from mercer.nn.autocast import no_autocast
 
 
 class LayerNorm(nn.Module):
@@ -75,8 +74,7 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = product.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         grad_x = None
         if ctx.needs_input_grad[0]:
-            with no_autocast(x.device):
-                mean = (product @ weight).div_(x.shape[-1])[..., None]
+            mean = (product @ weight).div_(x.shape[-1])[..., None]
             grad_x = torch.mul(grad, weight, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
         return grad_x, grad_weight, None
 
