@@ -76,14 +76,16 @@ def test_an_error_of_the_user_is_one_sentence(kind: type[Exception], monkeypatch
     monkeypatch.delenv("MERCER_DEBUG", raising=False)
     result = runner.invoke(failing(kind("steps must be positive, got -1")), ["fail"])
     assert result.exit_code == 2
-    assert result.stderr == "Error: steps must be positive, got -1\n"
+    assert result.stderr == "Error: steps must be positive, got -1.\n"
     assert result.stdout == ""
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERCER_DEBUG", "1")
     result = runner.invoke(failing(InvalidArgument("no")), ["fail"])
-    assert isinstance(result.exception, InvalidArgument)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback (most recent call last)")
+    assert result.stderr.endswith("InvalidArgument: no\nError: no.\n")
 
 
 def test_a_fault_of_ours_is_not_disguised() -> None:
@@ -98,7 +100,8 @@ def test_an_interrupt_is_a_sentence_too() -> None:
     assert result.stderr == "Interrupted.\n"
 
 
-def test_a_real_interrupt_signal_ends_with_130() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_real_interrupt_signal_ends_with_130(number: signal.Signals) -> None:
     code = (
         "import sys, time, mercer.cli.main as program\n"
         "@program.app.command()\n"
@@ -115,7 +118,7 @@ def test_a_real_interrupt_signal_ends_with_130() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.1)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     assert stderr == "Interrupted.\n"

@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_is_not_read(run, command):
     assert result.stdout == ""
     assert result.stderr.startswith("Error: ")
     assert result.stderr.endswith(
-        "step-00000004 is damaged: model.safetensors has changed since it was written; there is also --checkpoint 2\n"
+        "step-00000004 is damaged: model.safetensors has changed since it was written; there is also --checkpoint 2.\n"
     )
     assert mercer(command[0], run / "checkpoints" / "step-00000004", *command[1:]).exit_code == 2
     assert mercer(command[0], run, *command[1:], "--checkpoint", "2").exit_code == 0
@@ -80,5 +80,5 @@ def test_a_length_beyond_the_learned_positions_is_refused_before_the_prompt_is_p
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         "Error: the model has learned positions for max_length=1024 tokens, too few to continue a prompt of 1 by "
-        "max_tokens=1025; at most 1024 can follow\n"
+        "max_tokens=1025; at most 1024 can follow.\n"
     )

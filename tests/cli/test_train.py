@@ -95,7 +95,12 @@ def test_a_config_file_with_flags_before_it(tmp_path, text):
         (["--text", "TEXT", "--vocabulary", "words"], "vocabulary 'words' is unknown"),
         (["--text", "TEXT", "--held-out", "2"], "the held-out share is 2.0; it lies between 0 and 1"),
         (["--text", "TEXT", "--threads", "0"], "--threads is 0; at least 1 is needed"),
+        (["--text", "TEXT", "--held-out", "0"], "the held-out share is 0.0; it lies between 0 and 1"),
         (["--text", "TEXT", "--length", "9999"], "needs 10000"),
+        (["--text", "TEXT", "--attention", "taylor3-sum"], "use taylor3-l2, taylor3-rms, an even order such as"),
+        (["--text", "TEXT", "--attention", "softmax," * 4 + "elu-sum"], "attention has 5 names for 4 layers"),
+        (["--text", "TEXT", "--attention-scale", "nan"], "attention_scale: Input should be a finite number"),
+        (["--text", "TEXT", "--seed", "-1"], "seed: Input should be greater than or equal to 0"),
         (["--text", "TEXT", "--config", "none.json"], "none.json: no such file"),
     ],
 )
@@ -107,7 +112,7 @@ def test_bad_input_is_one_sentence_and_code_2(tmp_path, text, monkeypatch, argum
     assert result.stderr.startswith("Error: ")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "run" / "run.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -117,6 +122,9 @@ def test_bad_input_is_one_sentence_and_code_2(tmp_path, text, monkeypatch, argum
         ('{"mode": {}}', "has the unknown key 'mode'; known are text,"),
         ('{"model": []}', "model must be a JSON object"),
         ('{"text": "a"}', "text must be a JSON array"),
+        ('{"text": [3]}', "text and held_out_text are arrays of strings"),
+        ('{"held_out": "a lot"}', "held_out must be a JSON number"),
+        ('{"vocabulary": 256}', "vocabulary must be a JSON string"),
         ('{"model": {"width": 3}}', "model configuration: width: "),
         ("{", "it is not valid JSON"),
     ],
@@ -130,7 +138,7 @@ def test_a_bad_config_file(tmp_path, text, content, message):
 
 def test_without_a_folder(text):
     result = mercer("train", "--text", text)
-    assert (result.exit_code, result.stderr) == (2, "Error: name the run's folder with --out\n")
+    assert (result.exit_code, result.stderr) == (2, "Error: name the run's folder with --out.\n")
 
 
 def test_another_recipe_in_the_same_folder_and_restart(tmp_path, text):
@@ -138,8 +146,35 @@ def test_another_recipe_in_the_same_folder_and_restart(tmp_path, text):
     assert mercer(*common).exit_code == 0
     refused = mercer(*common, "--lr", "0.02")
     assert refused.exit_code == 2
-    assert "train.learning_rate = 0.01, now it is 0.02" in refused.stderr
+    assert "begun with --learning-rate = 0.01, now it is 0.02; " in refused.stderr
+    assert refused.stderr.endswith("or give --restart.\n")
+    assert "begun with --attention = 'softmax', now it is 'exp-l2'" in mercer(*common, "--attention", "exp-l2").stderr
+    assert "begun with --length = 24, now it is 12" in mercer(*common, "--length", "12").stderr
+    other = mercer(*common, "--held-out", "0.3")
+    assert (other.exit_code, "begun with another split of the text; " in other.stderr) == (2, True)
     assert mercer(*common, "--lr", "0.02", "--restart").exit_code == 0
+
+
+def test_a_run_that_diverged_before_its_first_checkpoint_settles_nothing(tmp_path, text):
+    common = ["train", "--text", text, "--out", tmp_path, *SMALL, "-q"]
+    lost = mercer(*common, "--lr", "1e30")
+    assert (lost.exit_code, "no checkpoint was due yet" in lost.stderr) == (2, True)
+    again = mercer(*common, "--dim", "32", "--json")
+    assert again.exit_code == 0, again.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["model"]["dim"] == 32
+
+
+def test_a_run_inside_its_text_does_not_learn_from_itself(tmp_path):
+    folder = write_text(tmp_path / "text")
+    common = ["train", "--text", folder, "--out", folder / "runs" / "one", *SMALL]
+    first = mercer(*common)
+    assert first.exit_code == 0, first.stderr
+    again = mercer(*common)
+    assert again.exit_code == 0, again.stderr
+    assert f"Note: {folder / 'runs' / 'one'} is left out of the text: " in again.stderr
+    assert json.loads((folder / "runs" / "one" / "run.json").read_text())["corpus"]["files"] == 3
+    (folder / "a.txt").write_text("something else " * 40)
+    assert "holds a run begun with another text, or the text has changed since; " in mercer(*common).stderr
 
 
 def test_generate_is_reproducible_and_greedy_is_the_likeliest(run):

@@ -172,7 +172,9 @@ def test_another_run_in_the_same_folder_is_refused(whole, corpus, description, c
 def test_another_text_in_the_same_folder_is_refused(whole, tmp_path):
     (tmp_path / "other.txt").write_text("other words\n" * 200)
     other = Corpus.build([tmp_path / "other.txt"], tmp_path / "cache")
-    with pytest.raises(InvalidArgument, match=r"begun with corpus.sha256"):
+    with pytest.raises(
+        InvalidArgument, match="begun with another text, or the text has changed since; give the old text"
+    ):
         fit(Tiny, DESCRIPTION, RECIPE, other, whole.folder)
 
 

@@ -5,6 +5,9 @@ standard output, progress and errors to standard error. MERCER_DEBUG=1 shows the
 """
 
 import os
+import signal
+import traceback
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +37,7 @@ class Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
         except MercerError as error:
             if os.environ.get("MERCER_DEBUG") == "1":
-                raise
+                typer.echo(traceback.format_exc(), err=True, nl=False)
             _say(f"Error: {error}")
             raise typer.Exit(WRONG_USE) from None
 
@@ -65,6 +68,7 @@ for command in COMMANDS:
 
 def main() -> None:
     """The console script. The allocator comes first: what is taken before it is tuned stays where it is."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         tune()
         app(prog_name="mercer")
@@ -73,5 +77,10 @@ def main() -> None:
         raise SystemExit(INTERRUPTED) from None
 
 
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    """A polite request to end is an interrupt, so that no work needs to know which of the two it was."""
+    raise KeyboardInterrupt
+
+
 def _say(sentence: str) -> None:
-    typer.echo(sentence, err=True)
+    typer.echo(sentence if sentence.endswith((".", "!", "?")) else f"{sentence}.", err=True)

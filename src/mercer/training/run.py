@@ -50,7 +50,7 @@ def hold(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, record: dict[str, Any], restart: bool) -> tuple[dict[str, Any], list[str]]:
-    """Record a new run, or check that ``record`` continues the one that was begun here.
+    """Record a new run, or check that ``record`` continues the one that was begun here and has a checkpoint.
 
     Args:
         folder: the run's folder.
@@ -71,7 +71,7 @@ def begin(folder: Path, record: dict[str, Any], restart: bool) -> tuple[dict[str
         for name in (RUN_FILE, METRICS_FILE):
             (folder / name).unlink(missing_ok=True)
     old, notes = _begun(folder)
-    if old is None:
+    if old is None or not checkpoint.folders(folder):  # without a checkpoint there is nothing to continue or to lose
         write_json(folder / RUN_FILE, record)
         return record, []
     require_same(folder, old, record)
@@ -132,14 +132,14 @@ def require_same(folder: Path, old: Any, record: dict[str, Any]) -> None:
     """
     if not _is_record(old):
         raise InvalidArgument(f"{folder} has checkpoints that are not of such a run; name another folder, or restart")
-    for part in ("model", "train", "corpus"):
+    for part in ("train", "model", "corpus"):
         keys = _TOKEN_KEYS if part == "corpus" else sorted({*old[part], *record[part]} - FREE_ON_RESUME)
         for key in keys:
             was, now = old[part].get(key), record[part].get(key)
             if was != now:
                 raise InvalidArgument(
                     f"{folder} holds a run begun with {_difference(f'{part}.{key}', was, now)}; "
-                    "give the old value, another folder, or restart"
+                    f"give the old {'text' if part == 'corpus' else 'value'}, another folder, or restart"
                 )
 
 
@@ -148,6 +148,11 @@ def _digits(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(key: str, was: Any, now: Any) -> str:
+    if key == "corpus.sha256":
+        return "another text, or the text has changed since"
+    if key == "corpus.split":
+        return "another split of the text"
+    key = key.removeprefix("corpus.")
     if len(f"{was!r}{now!r}") > 160:  # a list of held-out files, for example
         return f"another {key}"
     return f"{key} = {was!r}, now it is {now!r}"
