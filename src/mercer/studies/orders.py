@@ -245,6 +245,8 @@ class _Study:
         model = self._model(arm, seed)
 
         def show(at: Progress) -> None:
+            for note in at.notes:
+                progress.say(f"Note: {note}.")
             if at.phase == "start":
                 progress.found_done(at.step)
             words = "" if at.loss is None else f" loss {decimal(at.loss)}"
