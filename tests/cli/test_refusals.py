@@ -80,5 +80,5 @@ def test_a_length_beyond_the_learned_positions_is_refused_before_the_prompt_is_p
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         "Error: the model has learned positions for max_length=1024 tokens, too few to continue a prompt of 1 by "
-        "max_tokens=1025; at most 1024 can follow.\n"
+        "--max-tokens 1025; at most 1024 can follow.\n"
     )

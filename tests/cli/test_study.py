@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,38 @@ def test_a_report_is_rendered_again(tmp_path: Path) -> None:
     other = tmp_path / "other.html"
     assert CliRunner().invoke(app, ["report", str(path), "-o", str(other)]).exit_code == 0
     assert other.read_bytes() == (tmp_path / "recall.html").read_bytes()
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "none.json")])
-    assert done.exit_code == 2
-    assert "cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: no such file or directory."),
+        (b"{}", "is not the JSON of a mercer study: its key 'study' must be orders, recall or cost."),
+        (b"[", "is not the JSON of a mercer study: it is not valid JSON."),
+        (b"\xff\xfe", "is not the JSON of a mercer study: it is not text."),
+        (b'{"study": "cost"}', "is not the JSON of a mercer study: finished is missing."),
+        ("folder", "cannot be read: is a directory."),
+    ],
+)
+def test_a_report_of_something_else_is_refused(tmp_path: Path, content: bytes | str | None, message: str) -> None:
+    path = tmp_path / "some.json"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content:
+        path.mkdir()
+    done = CliRunner().invoke(app, ["report", str(path)])
+    assert (done.exit_code, done.stderr) == (2, f"Error: {path} {message}\n")
+
+
+def test_a_stop_of_the_study_of_cost_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mercer.cli", "study", "cost", "-a", "softmax", "-o", str(tmp_path / "cost")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("12 lengths and phases, 5 repeats each")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == (
+        f"Interrupted: what was finished is kept; run the same command again to continue in {tmp_path / 'cost'}."
+    )
+    assert "Traceback" not in errors

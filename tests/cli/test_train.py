@@ -204,19 +204,47 @@ def test_generate_reads_standard_input(run):
     ("options", "message"),
     [
         (["-p", ""], "the prompt is empty"),
-        (["-p", "x", "--temperature", "-1"], "temperature is -1.0"),
+        (["-p", "x", "--temperature", "-1"], "--temperature is -1.0"),
         (["-p", "x", "--checkpoint", "7"], "has no checkpoint '7'; there are last, best, 30"),
-        (["-p", "x", "--device", "abacus"], "device 'abacus' is not usable here"),
+        (["-p", "x", "--device", "abacus"], "device 'abacus' is not usable here; use 'auto'"),
+        (["-p", "x", "-n", "-3"], "--max-tokens is -3; it is at least 0."),
+        (["-p", "x", "--seed", "-1"], "--seed is -1; it is at least 0"),
+        (["-p", "x", "--top-k", "0"], "--top-k is 0; it is a whole number from 1."),
+        (["-p", "x", "--top-p", "2"], "--top-p is 2.0; it is above 0 and at most 1."),
     ],
 )
 def test_generate_refuses_in_one_sentence(run, options, message):
     result = mercer("generate", run, *options)
     assert result.exit_code == 2
+    assert result.stdout == ""
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
 
 
+def test_one_checkpoint_is_not_asked_for_another(run):
+    for command in (["generate", "-p", "x"], ["info"]):
+        result = mercer(command[0], run / "checkpoints" / "step-00000030", *command[1:], "--checkpoint", "30")
+        assert result.exit_code == 2
+        assert "is itself a checkpoint or model; name the run's folder to use --checkpoint." in result.stderr
+
+
+def test_generate_stopped_says_how_far_it_came(run, monkeypatch):
+    def stop(*_):
+        yield from b"ab"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mercer.inference.generate.generate", stop)
+    result = mercer("generate", run, "-p", "x", "-n", 9)
+    assert (result.exit_code, result.stdout) == (130, "xab\n")
+    assert result.stderr == "Interrupted: 2 of 9 tokens were written.\n"
+
+
 def test_folders_without_a_model(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for command in (["generate", "-p", "x"], ["info"]):
+        assert (
+            "file is a file; name the folder of a run" in mercer(*command[:1], tmp_path / "file", *command[1:]).stderr
+        )
     assert "there is no folder" in mercer("generate", tmp_path / "none", "-p", "x").stderr
     assert "has no checkpoint; train first" in mercer("info", tmp_path).stderr
 
@@ -245,8 +273,18 @@ def test_info_tells_the_state_as_it_is(run):
 
 def test_info_for_people_and_for_one_checkpoint(run):
     printed = mercer("info", run).stdout
-    for part in ("1 elu-sum features", "2 softmax cache 32.8 kB 131 kB", "bits a byte", "30 of 30 steps"):
+    for part in (
+        "1 elu-sum features",
+        "2 softmax cache 32.8 kB 131 kB",
+        "bits a byte",
+        "30 of 30 steps",
+        "attention elu-sum, softmax",
+    ):
         assert part in " ".join(printed.replace("│", " ").split())
+    (line,) = (line for line in printed.splitlines() if line.startswith("text: "))  # piped: whole, whatever its length
+    assert "sha256 " in line
+    assert "held out" in line
+    assert printed.endswith("bits a byte\n")
     assert "checkpoints:" not in mercer("info", run / "checkpoints" / "step-00000030").stdout
 
 

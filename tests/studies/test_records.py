@@ -42,10 +42,10 @@ def test_other_json_is_refused_with_the_place(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"trials\.0\.seed"):
         read_record(path)
     path.write_text("{}")
-    with pytest.raises(InvalidArgument, match="is not the record of a mercer study"):
+    with pytest.raises(InvalidArgument, match="is not the JSON of a mercer study: "):
         read_record(path)
     path.write_text("not JSON")
-    with pytest.raises(InvalidArgument, match="is not the record of a mercer study"):
+    with pytest.raises(InvalidArgument, match="is not the JSON of a mercer study: "):
         read_record(path)
     with pytest.raises(InvalidArgument, match="cannot be read"):
         read_record(tmp_path / "missing.json")

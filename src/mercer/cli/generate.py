@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mercer.errors import InvalidArgument
+from mercer.errors import Interrupted, InvalidArgument
 
 
 def register(app: typer.Typer) -> None:
@@ -24,17 +24,23 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="last, best (held-out loss) or a step.")] = "last",
     echo: Annotated[bool, typer.Option(help="Print the prompt first.")] = True,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "cpu",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary on standard error.")] = False,
 ) -> None:
     """Continue a prompt with a trained model. Text goes to standard output as soon as each character is whole."""
     import time
 
+    from mercer.cli.flags import as_typed
     from mercer.cli.locate import open_model
     from mercer.inference.generate import generate as continue_text
     from mercer.inference.sampler import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p)
+    with as_typed(generate):
+        sampling = Sampling(temperature, top_k, top_p)
+    if max_tokens < 0:
+        raise InvalidArgument(f"--max-tokens is {max_tokens}; it is at least 0")
+    if not 0 <= seed < 2**63:
+        raise InvalidArgument(f"--seed is {seed}; it is at least 0 and below 2^63")
     text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
     if not text:
         raise InvalidArgument("the prompt is empty; give at least one character")
@@ -43,7 +49,8 @@ def generate(
         tokens = vocabulary.encode(text).tolist()
     except UnicodeDecodeError as error:
         raise InvalidArgument("the prompt is not UTF-8, which the model's vocabulary needs") from error
-    continuation = continue_text(model, tokens, max_tokens, sampling, seed)  # refuses before anything is printed
+    with as_typed(generate):
+        continuation = continue_text(model, tokens, max_tokens, sampling, seed)  # refuses before anything is printed
     if echo:
         _write(text.decode("utf-8", "replace"))
     started, count = time.perf_counter(), 0
@@ -54,9 +61,13 @@ def generate(
             count += 1
             yield token
 
-    for piece in vocabulary.stream(counted()):
-        _write(piece)
-    _write("\n")
+    try:
+        for piece in vocabulary.stream(counted()):
+            _write(piece)
+    except KeyboardInterrupt:
+        raise Interrupted(f"{count} of {max_tokens} tokens were written") from None
+    finally:
+        _write("\n")
     if not quiet:
         seconds = time.perf_counter() - started
         typer.echo(

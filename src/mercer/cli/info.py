@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 
 CONTEXTS = (256, 1024, 4096, 16384, 65536)
+UNLIMITED = 10_000
+"""Columns where no terminal limits them: what is piped to a file is whole."""
 
 
 def register(app: typer.Typer) -> None:
@@ -88,9 +90,11 @@ def _layer(name: str, attention: Any) -> dict[str, Any]:
 
 def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = UNLIMITED
     console.print(f"{facts['folder']}: {facts['parameters']:,} parameters")
     contexts = (f"{context:,}" for context in CONTEXTS)
     table = Table("layer", "attention", "state", *contexts, title="Size of state against tokens of context")
@@ -100,17 +104,17 @@ def _print(facts: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("all", "", "", *map(_bytes, facts["state_bytes"].values()))
     console.print(table)
-    model = Table("model", "", show_header=True)
+    model = Table("model", Column("", overflow="fold"), show_header=True)
     for key, value in facts["model"].items():
         if value is not None:
-            model.add_row(key, str(value))
+            model.add_row(key, ", ".join(value) if isinstance(value, list) else str(value))
     console.print(model)
     if "train" not in facts:
         return
     corpus = facts["corpus"]
     console.print(
-        f"text: {corpus['train']['bytes']:,} bytes in {corpus['train']['files']} files, held out "
-        f"{corpus['held_out']['bytes']:,} in {corpus['held_out']['files']}; vocabulary {corpus['vocabulary']}; "
+        f"text: {corpus['train']['bytes']:,} bytes in {_files(corpus['train']['files'])}, held out "
+        f"{corpus['held_out']['bytes']:,} in {_files(corpus['held_out']['files'])}; vocabulary {corpus['vocabulary']}; "
         f"sha256 {corpus['sha256'][:16]}"
     )
     console.print(
@@ -122,6 +126,10 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(
             f"held out, step {last['step']}: {last['loss']:.4f} nats a token, {last['bits_per_byte']:.4f} bits a byte"
         )
+
+
+def _files(number: int) -> str:
+    return f"{number:,} file" + ("" if number == 1 else "s")
 
 
 def _bytes(number: int) -> str:

@@ -22,9 +22,13 @@ def model_folder(path: Path, checkpoint: str = "last") -> Path:
     from mercer.training.checkpoint import find, folders, step_of
     from mercer.training.integrity import CHECKSUMS, Damaged, verify
 
+    if path.is_file():
+        raise InvalidArgument(f"{path} is a file; name the folder of a run, a checkpoint or a model")
     if not path.is_dir():
         raise InvalidArgument(f"there is no folder {path}")
     if (path / "model.safetensors").exists():
+        if checkpoint != "last":
+            raise InvalidArgument(f"{path} is itself a checkpoint or model; name the run's folder to use --checkpoint")
         if (path / CHECKSUMS).exists():
             verify(path)
         return path
@@ -43,13 +47,10 @@ def open_model(path: Path, checkpoint: str, device: str) -> tuple[DecoderLM, Voc
     """The model, ready for inference, and its vocabulary."""
     from mercer.models.io import load_model
     from mercer.models.vocabulary import load_vocabulary
+    from mercer.runtime.device import find_device
 
+    where = find_device(device)
     folder = model_folder(path, checkpoint)
     model = load_model(folder)
-    try:
-        model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidArgument(
-            f"device {device!r} is not usable here ({str(error).splitlines()[0]}); use 'cpu'"
-        ) from error
+    model.to(where)
     return model.eval().requires_grad_(False), load_vocabulary(folder, model.config.vocab_size)

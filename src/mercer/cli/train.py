@@ -1,14 +1,11 @@
 """`mercer train`: a language model from text files, resumable at any moment."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mercer.errors import InvalidArgument, StorageError
+from mercer.errors import InvalidArgument
 
 SECTIONS = ("text", "held_out_text", "vocabulary", "held_out", "model", "train")
 
@@ -133,6 +130,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) -> None:
     import torch
 
+    from mercer.cli.flags import as_typed
     from mercer.cli.watch import watch_training
     from mercer.models.config import ModelConfig
     from mercer.training.config import TrainConfig
@@ -162,27 +160,11 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
     for note in () if given["quiet"] else corpus.notes:
         typer.echo(f"Note: {note}.", err=True)
     model_config = ModelConfig(**{"vocab_size": corpus.vocabulary.size} | model)
-    with _as_typed(), watch_training(given["quiet"]) as progress:
+    with as_typed(train), watch_training(given["quiet"]) as progress:
         result = run(
             model_config, recipe, corpus, out, progress, restart=given["restart"], tensorboard=given["tensorboard"]
         )
     _report(result, given["as_json"])
-
-
-@contextmanager
-def _as_typed() -> Iterator[None]:
-    """Errors name the flags: ``--learning-rate`` for ``train.learning_rate``, as far as there is one."""
-    flags = train.__annotations__
-
-    def flag(found: re.Match[str]) -> str:
-        return f"--{found[1].replace('_', '-')}" if found[1] in flags else found[0]
-
-    try:
-        yield
-    except (InvalidArgument, StorageError) as error:
-        text = re.sub(r"\b(?:model|train)\.(\w+)\b", flag, str(error))
-        error.args = (re.sub(r"\bor restart$", "or give --restart", text),)
-        raise
 
 
 def _report(result: Any, as_json: bool) -> None:

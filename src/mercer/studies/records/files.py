@@ -15,6 +15,7 @@ from mercer.studies.records.orders import OrdersRecord
 from mercer.studies.records.recall import RecallRecord
 
 StudyRecord = Annotated[OrdersRecord | RecallRecord | CostRecord, Field(discriminator="study")]
+STUDIES = ("orders", "recall", "cost")
 _adapter: TypeAdapter[OrdersRecord | RecallRecord | CostRecord] = TypeAdapter(StudyRecord)
 
 
@@ -31,13 +32,24 @@ def read_record(path: Path) -> OrdersRecord | RecallRecord | CostRecord:
     """Read a study's JSON. Raises :class:`InvalidArgument` for anything else, naming the first thing wrong."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{path} cannot be read: {error}.") from error
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{path} is not the JSON of a mercer study: it is not text.") from error
     try:
         return _adapter.validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the top level"
-        raise InvalidArgument(
-            f"{path} is not the record of a mercer study: {first['msg']} (at {where}; {error.error_count()} in all)."
-        ) from error
+        raise InvalidArgument(f"{path} is not the JSON of a mercer study: {_fault(error)}.") from error
+
+
+def _fault(error: ValidationError) -> str:
+    """The first thing wrong, in plain words."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return "it is not valid JSON"
+    studies = f"its key 'study' must be {', '.join(STUDIES[:-1])} or {STUDIES[-1]}"
+    if first["type"].startswith("union_tag") or len(first["loc"]) < 2:
+        return studies
+    where = ".".join(map(str, first["loc"][1:]))  # the first is the kind of study
+    plain = {"missing": "is missing", "extra_forbidden": "is unknown to this version"}
+    return f"{where} {plain.get(first['type'], 'has a value that does not fit')}"

@@ -93,6 +93,7 @@ def render(record: OrdersRecord | RecallRecord | CostRecord) -> str:
 
 def write_page(json_path: Path, html_path: Path | None = None) -> Path:
     """Render the JSON at ``json_path`` to ``html_path`` (default: beside it) and return where it went."""
+    page = render(read_record(json_path))
     target = html_path or json_path.with_suffix(".html")
-    write_file(target, render(read_record(json_path)))
+    write_file(target, page)
     return target
