@@ -14,7 +14,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 WIDTH = 100
 INTRODUCTION = """# The command line
 
-What `mercer --help` and the `--help` of each command print, written by `make docs`.
+This page lists what `mercer --help` and the `--help` of each command say, word for word, and is written by `make docs`.
+What training does with its options is in [training.md](training.md).
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 a fault of Mercer's own
 (with its traceback), 2 wrong use or input (one sentence says what), 130 interrupted. `MERCER_DEBUG=1` shows the

@@ -100,6 +100,7 @@ def test_a_config_file_with_flags_before_it(tmp_path, text):
         (["--text", "TEXT", "--attention", "taylor3-sum"], "use taylor3-l2, taylor3-rms, an even order such as"),
         (["--text", "TEXT", "--attention", "softmax," * 4 + "elu-sum"], "attention has 5 names for 4 layers"),
         (["--text", "TEXT", "--attention-scale", "nan"], "attention_scale: Input should be a finite number"),
+        (["--text", "TEXT", "--device", "abacus"], "device 'abacus' is not usable here; use 'auto'"),
         (["--text", "TEXT", "--seed", "-1"], "seed: Input should be greater than or equal to 0"),
         (["--text", "TEXT", "--config", "none.json"], "none.json: no such file"),
     ],

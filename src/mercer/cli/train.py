@@ -26,7 +26,12 @@ def train(
         _option("Files, folders or globs to measure on instead of a share.", "Text", "--held-out-text"),
     ] = None,
     held_out: Annotated[
-        float | None, _option("Share of the bytes held out, by whole files (0.05).", "Text", "--held-out")
+        float | None,
+        _option(
+            "Share of the bytes held out, by whole files, of one file its tail; above 0 and below 1 (0.05).",
+            "Text",
+            "--held-out",
+        ),
     ] = None,
     vocabulary: Annotated[
         str | None, _option("'bytes', or 'bpe:N': N tokens learned from the text ('bytes').", "Text", "--vocabulary")
@@ -35,7 +40,11 @@ def train(
     out: Annotated[Path | None, _option("The run's folder, required; again to continue.", "Run", "--out", "-o")] = None,
     config: Annotated[
         Path | None,
-        _option(f"A JSON file with any of: {', '.join(SECTIONS)}; flags come before it.", "Run", "--config"),
+        _option(
+            f"A JSON file with any of: {', '.join(SECTIONS)}; flags win over it. docs/training.md has an example.",
+            "Run",
+            "--config",
+        ),
     ] = None,
     restart: Annotated[bool, _option("Delete the run in OUT and begin anew.", "Run", "--restart")] = False,
     tensorboard: Annotated[
@@ -133,6 +142,7 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
     from mercer.cli.flags import as_typed
     from mercer.cli.watch import watch_training
     from mercer.models.config import ModelConfig
+    from mercer.runtime.device import find_device
     from mercer.training.config import TrainConfig
     from mercer.training.data import Corpus
     from mercer.training.trainer import train as run
@@ -148,6 +158,7 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
         model["attention"] = names if len(names) > 1 else names[0]
     model.setdefault("max_length", max(ModelConfig.model_fields["max_length"].default, recipe.length))
     ModelConfig(**{"vocab_size": 256} | model)  # a fault here should not wait until the text is read
+    find_device(recipe.device)
     corpus = Corpus.build(
         plan["text"],
         cache,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mercer.errors import Interrupted, InvalidArgument, NonFinite
+from mercer.runtime.device import find_device
 from mercer.runtime.environment import environment
 from mercer.training import checkpoint
 from mercer.training.config import TrainConfig
@@ -92,7 +93,7 @@ def fit(
         description: the model as JSON values: kept as config.json, compared when a run is continued.
     """
     folder = Path(folder)
-    device = _device(config.device)
+    device = find_device(config.device)
     for side, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(tokens) <= config.length:
             raise InvalidArgument(
@@ -109,18 +110,6 @@ def fit(
         begun, notes = begin(folder, record, restart)
         loop = _Loop(build().to(device).train(), begun, config, corpus, folder, device, progress)
         return loop.run(notes, tensorboard)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidArgument(
-            f"device {name!r} is not usable here ({str(error).splitlines()[0]}); use 'auto' or 'cpu'"
-        ) from error
 
 
 def _device_name(device: torch.device) -> str:
