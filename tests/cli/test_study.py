@@ -70,6 +70,19 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_number_out_of_range_is_named_as_its_flag(tmp_path: Path) -> None:
+    for study, flag, value in (("orders", "--steps", "0"), ("recall", "--seeds", "-1"), ("orders", "--lr", "nan")):
+        done = CliRunner().invoke(app, ["study", study, flag, value, "-o", str(tmp_path / study)])
+        assert done.exit_code == 2
+        name = "--learning-rate" if flag == "--lr" else flag
+        assert done.stderr.startswith(f"Error: {name} is {value}; it must be ")
+    (tmp_path / "line.txt").write_text("x" * 300)
+    done = CliRunner().invoke(app, ["study", "orders", "--text", str(tmp_path / "line.txt"), "-o", str(tmp_path / "o")])
+    assert done.stderr.startswith("Error: the held-out text is too short: a window of length=256 needs 257 tokens")
+    (tmp_path / "line.txt").unlink()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_report_is_rendered_again(tmp_path: Path) -> None:
     path = write_record(examples.recall(), tmp_path)
     done = CliRunner().invoke(app, ["report", str(path)])

@@ -96,7 +96,7 @@ def test_a_config_file_with_flags_before_it(tmp_path, text):
         (["--text", "TEXT", "--held-out", "2"], "the held-out share is 2.0; it lies between 0 and 1"),
         (["--text", "TEXT", "--threads", "0"], "--threads is 0; at least 1 is needed"),
         (["--text", "TEXT", "--held-out", "0"], "the held-out share is 0.0; it lies between 0 and 1"),
-        (["--text", "TEXT", "--length", "9999"], "needs 10000"),
+        (["--text", "TEXT", "--length", "9999"], "text is too short: a window of --length 9999 needs 10000 tokens"),
         (["--text", "TEXT", "--attention", "taylor3-sum"], "use taylor3-l2, taylor3-rms, an even order such as"),
         (["--text", "TEXT", "--attention", "softmax," * 4 + "elu-sum"], "attention has 5 names for 4 layers"),
         (["--text", "TEXT", "--attention-scale", "nan"], "attention_scale: Input should be a finite number"),

@@ -24,7 +24,8 @@ def as_typed(command: Callable[..., Any]) -> Iterator[None]:
     except (InvalidArgument, StorageError) as error:
         text = str(error)
         text = re.sub(rf"\b(?:model|train)\.(?P<name>{names})\b(?P<then>)", flag, text)
-        text = re.sub(rf"(?<![\w.-])(?P<name>{names})(?P<then>=| is )", flag, text)
+        text = re.sub(rf"(?<![\w.-])(?P<name>{names})(?P<then>=)", flag, text)
+        text = re.sub(rf"^(?P<name>{names})(?P<then> is )", flag, text)  # elsewhere "text is" is plain English
         text = re.sub(r"\bor restart$", "or give --restart", text)
         error.args = (re.sub(r", or None to \w+ \w+ \w+$", "", text),)
         raise

@@ -34,6 +34,7 @@ def generate(
     from mercer.cli.locate import open_model
     from mercer.inference.generate import generate as continue_text
     from mercer.inference.sampler import Sampling
+    from mercer.runtime import words
 
     with as_typed(generate):
         sampling = Sampling(temperature, top_k, top_p)
@@ -71,7 +72,9 @@ def generate(
     if not quiet:
         seconds = time.perf_counter() - started
         typer.echo(
-            f"{len(tokens)} tokens read, {count} written in {seconds:.2f} s, {count / seconds:.0f} a second", err=True
+            f"{words.count(len(tokens), 'token')} read, {count} written in {seconds:.2f} s, "
+            f"{count / seconds:.0f} a second",
+            err=True,
         )
 
 

@@ -92,6 +92,8 @@ def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
+    from mercer.runtime.words import count
+
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = UNLIMITED
@@ -113,23 +115,18 @@ def _print(facts: dict[str, Any]) -> None:
         return
     corpus = facts["corpus"]
     console.print(
-        f"text: {corpus['train']['bytes']:,} bytes in {_files(corpus['train']['files'])}, held out "
-        f"{corpus['held_out']['bytes']:,} in {_files(corpus['held_out']['files'])}; vocabulary {corpus['vocabulary']}; "
-        f"sha256 {corpus['sha256'][:16]}"
+        f"text: {corpus['train']['bytes']:,} bytes in {count(corpus['train']['files'], 'file')}, held out "
+        f"{corpus['held_out']['bytes']:,} in {count(corpus['held_out']['files'], 'file')}; "
+        f"vocabulary {corpus['vocabulary']}; sha256 {corpus['sha256'][:16]}"
     )
-    console.print(
-        f"checkpoints: {', '.join(map(str, facts['checkpoints'])) or 'none yet'} of {facts['train']['steps']} steps"
-    )
+    kept = ", ".join(map(str, facts["checkpoints"])) or "none yet"
+    console.print(f"checkpoints: {kept} of {count(facts['train']['steps'], 'step')}")
     if last := facts["last_train"]:
         console.print(f"training, step {last['step']}: {last['loss']:.4f} nats a token")
     if last := facts["last_eval"]:
         console.print(
             f"held out, step {last['step']}: {last['loss']:.4f} nats a token, {last['bits_per_byte']:.4f} bits a byte"
         )
-
-
-def _files(number: int) -> str:
-    return f"{number:,} file" + ("" if number == 1 else "s")
 
 
 def _bytes(number: int) -> str:

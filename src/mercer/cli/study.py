@@ -4,9 +4,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from mercer.cli.flags import as_typed
 
 Budget = Annotated[str, typer.Option(help="quick (about ten minutes on two cores), standard or full.")]
 Out = Annotated[
@@ -57,12 +59,12 @@ def orders(
     command = _command()
     from mercer.studies.orders import run
 
-    _say(
-        run(
+    with as_typed(orders):
+        page = run(
             budget, out or Path(f"runs/orders-{budget}"), text=text or (), attentions=attention or (), seeds=seeds,
             steps=steps, learning_rate=learning_rate, device=device, command=command, quiet=quiet,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    typer.echo(page)
 
 
 def recall(
@@ -82,12 +84,12 @@ def recall(
     command = _command()
     from mercer.studies.recall import run
 
-    _say(
-        run(
+    with as_typed(recall):
+        page = run(
             budget, out or Path(f"runs/recall-{budget}"), attentions=attention or (), seeds=seeds, steps=steps,
             device=device, command=command, quiet=quiet,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    typer.echo(page)
 
 
 def cost(
@@ -105,12 +107,12 @@ def cost(
     command = _command()
     from mercer.studies.cost import run
 
-    _say(
-        run(
+    with as_typed(cost):
+        page = run(
             budget, out or Path(f"runs/cost-{budget}"), attentions=attention or (), device=device, command=command,
             quiet=quiet,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    typer.echo(page)
 
 
 def _command() -> str:
@@ -118,7 +120,3 @@ def _command() -> str:
     wait: with another process on the same cores, a spinning thread takes the time that the working one needs."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return shlex.join(["mercer", *sys.argv[1:]])
-
-
-def _say(page: Any) -> None:
-    typer.echo(page)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mercer.cli.flags import as_typed
 from mercer.errors import InvalidArgument
 
 SECTIONS = ("text", "held_out_text", "vocabulary", "held_out", "model", "train")
@@ -111,7 +112,8 @@ def train(
         raise InvalidArgument("name the run's folder with --out")
     if not plan.get("text"):
         raise InvalidArgument("name the text to learn from: --text with files, folders or globs")
-    _run(plan, given, out, cache or out / "text")
+    with as_typed(train):
+        _run(plan, given, out, cache or out / "text")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -139,7 +141,6 @@ def _read(path: Path) -> dict[str, Any]:
 def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) -> None:
     import torch
 
-    from mercer.cli.flags import as_typed
     from mercer.cli.watch import watch_training
     from mercer.models.config import ModelConfig
     from mercer.runtime.device import find_device
@@ -171,7 +172,7 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
     for note in () if given["quiet"] else corpus.notes:
         typer.echo(f"Note: {note}.", err=True)
     model_config = ModelConfig(**{"vocab_size": corpus.vocabulary.size} | model)
-    with as_typed(train), watch_training(given["quiet"]) as progress:
+    with watch_training(given["quiet"]) as progress:
         result = run(
             model_config, recipe, corpus, out, progress, restart=given["restart"], tensorboard=given["tensorboard"]
         )
@@ -180,6 +181,8 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
 
 def _report(result: Any, as_json: bool) -> None:
     import json
+
+    from mercer.runtime.words import count
 
     values = {
         "folder": str(result.folder),
@@ -194,6 +197,6 @@ def _report(result: Any, as_json: bool) -> None:
         typer.echo(json.dumps(values))
         return
     typer.echo(
-        f"{result.folder}: {result.steps} steps, {result.parameters:,} parameters, {result.seconds:.1f} s; "
+        f"{result.folder}: {count(result.steps, 'step')}, {result.parameters:,} parameters, {result.seconds:.1f} s; "
         f"held-out {result.held_out_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits a byte"
     )

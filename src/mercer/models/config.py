@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mercer.errors import InvalidArgument
+from mercer.runtime.words import count
 
 if TYPE_CHECKING:
     from mercer.core.kernels import Kernel
@@ -120,8 +121,7 @@ class ModelConfig(BaseModel):
             raise ValueError("attention needs at least one name")
         if len(self.pattern) > self.layers:
             raise ValueError(
-                f"attention has {len(self.pattern)} names for {self.layers} layer{'s' if self.layers > 1 else ''}; "
-                "name at most one a layer"
+                f"attention has {len(self.pattern)} names for {count(self.layers, 'layer')}; name at most one a layer"
             )
         normalizers = [causal_attention(name)[1] for name in self.attentions]
         if self.gain != "none" and not any(isinstance(n, L2 | RMS) for n in normalizers):

@@ -14,6 +14,7 @@ from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.runtime.device import find_device
 from mercer.runtime.files import read_json, write_json
+from mercer.runtime.words import count
 from mercer.studies.arms import parse_arms
 from mercer.studies.calibration import fitting_steps, seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible, slug
@@ -223,10 +224,10 @@ class _Study:
             self.folder.save_work()
         return page
 
-    def _opening(self, count: int, before: int) -> str:
-        text = f"{count} runs of {self.steps} steps in {self.out}"
+    def _opening(self, runs: int, before: int) -> str:
+        text = f"{count(runs, 'run')} of {count(self.steps, 'step')} in {self.out}"
         if before:
-            return f"Continuing: {before // self.steps} of {text} are finished."
+            return f"Continuing {text}: {before // self.steps} finished."
         if self.calibration:
             expected = self.steps * sum(self.calibration.values()) * len(self.seeds)
             text += f", about {duration(expected)} of training"

@@ -12,6 +12,7 @@ from mercer.models.config import ModelConfig, causal_attention
 from mercer.models.decoder import DecoderLM
 from mercer.runtime.device import find_device
 from mercer.runtime.files import read_json, write_json
+from mercer.runtime.words import count
 from mercer.studies.calibration import fitting_steps, seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible, slug
 from mercer.studies.mqar import Recall
@@ -189,8 +190,8 @@ class _Study:
         try:
             with interruptible(self.out), StudyProgress(self.steps * len(order), before, quiet=self.quiet) as progress:
                 progress.say(
-                    f"{len(order)} runs of {self.steps} steps in {self.out}"
-                    + (f"; {before // self.steps} are finished." if before else ".")
+                    f"{count(len(order), 'run')} of {count(self.steps, 'step')} in {self.out}"
+                    + (f": {before // self.steps} finished." if before else ".")
                 )
                 page = self._write(trials)
                 for place, key in enumerate(order):

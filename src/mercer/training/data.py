@@ -15,6 +15,7 @@ import torch
 from mercer.errors import InvalidArgument
 from mercer.models.vocabulary import BPE, Bytes, Vocabulary, load_vocabulary
 from mercer.runtime.files import new_folder, read_json, write_json
+from mercer.runtime.words import count
 from mercer.training.corpus import (
     Split,
     TextFile,
@@ -139,8 +140,8 @@ def _require_windows(info: dict[str, Any], length: int) -> None:
         if tokens <= length:
             raise InvalidArgument(
                 f"the {name} text is too short: a window of length={length} needs {length + 1} tokens and its "
-                f"{files} file{'s have' if files > 1 else ' has'} {tokens}; give more text, another split or a smaller "
-                "length"
+                f"{count(files, 'file')} {'have' if files > 1 else 'has'} {tokens}; give more text, another split "
+                "or a smaller length"
             )
 
 
@@ -197,7 +198,7 @@ def _empty(side: str, split: Split) -> str:
         return (
             f"the text is too short to hold out a part of it: {files[0].path} has {files[0].path.stat().st_size} bytes"
         )
-    return f"the {name} text is empty: {len(files)} file{'s' if len(files) > 1 else ''} without bytes"
+    return f"the {name} text is empty: {count(len(files), 'file')} without bytes"
 
 
 def _side(split: Split, share: float | None, side: str) -> Iterator[tuple[TextFile, bytes]]:
