@@ -119,6 +119,10 @@ class _Run:
             flat = self.buffers[name] = self.query.new_empty(size)
         return flat[:size].view(shape)
 
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """total += left @ right. torch would run a product into a strided total one matrix at a time."""
+        total.add_(torch.bmm(left, right, out=self.buffer("product", *total.shape)))
+
     def hide(self, slab: _Slab, queries: slice, keys: slice, tile: Tensor) -> None:
         """Zero what is hidden, in place; ``tile`` is ``[N, g tq, tk]``."""
         view = slab.by_head(tile)
@@ -364,7 +368,7 @@ def _backward_rows(
                 slab.by_head(dw).mul_(bias)
             ds = dw if slope is None else dw.mul_(slope)
             run.hide(slab, queries, at, ds)
-        slab.key_side(totals.value, at).baddbmm_(weight.transpose(1, 2), du)
+        run.add_product(slab.key_side(totals.value, at), weight.transpose(1, 2), du)
         grad_q.baddbmm_(ds, k)
-        slab.key_side(totals.key, at).baddbmm_(ds.transpose(1, 2), q)
+        run.add_product(slab.key_side(totals.key, at), ds.transpose(1, 2), q)
     slab.store(totals.query, queries, grad_q)
