@@ -102,7 +102,7 @@ class _Study:
                 ways += [Way(name, form, "pairs", phase) for form in ("dense", "chunked")]
             if finite:
                 forms = ("recurrent",) if phase == "decode" else ("chunked", "recurrent")
-                ways += [Way(name, form, "features", phase) for form in forms]  # type: ignore[arg-type]
+                ways += [Way(name, form, "features", phase) for form in forms]
         return ways
 
     def run(self) -> Path:

@@ -131,6 +131,6 @@ def machine_rates(shape: Shape, size: int = 1024, read_bytes: int = 2**28) -> Ma
     """The best of five large products and of five reads of 256 MiB."""
     a = torch.randn(size, size, device=shape.device).to(shape.dtype)
     data = torch.ones(read_bytes // 4, device=shape.device)
-    product = min(seconds(lambda: torch.mm(a, a), shape.device)[0] for _ in range(5))  # type: ignore[arg-type, return-value]
-    read = min(seconds(lambda: data.sum(), shape.device)[0] for _ in range(5))  # type: ignore[arg-type, return-value]
+    product = min(seconds(lambda: torch.mm(a, a), shape.device)[0] for _ in range(5))
+    read = min(seconds(lambda: data.sum(), shape.device)[0] for _ in range(5))
     return MachineRates(flops_per_second=2 * size**3 / product, bytes_per_second=read_bytes / read)

@@ -55,7 +55,7 @@ def _summary(record: OrdersRecord) -> str:
 
 def _facts(record: OrdersRecord) -> tuple[tuple[str, str], ...]:
     parameters = max((trial.parameters for trial in record.trials), default=0)
-    best = min((s for s in record.summaries if s.loss), key=lambda s: s.loss.mean, default=None)  # type: ignore[union-attr]
+    best = min((s for s in record.summaries if s.loss), key=lambda s: s.loss.mean, default=None)
     return (
         (
             "Lowest loss",
@@ -89,11 +89,11 @@ def _by_order(record: OrdersRecord, arms: dict[str, Arm], done: list[ArmSummary]
     taylor = [s for s in done if arms[s.arm].order is not None and arms[s.arm].gain_init is None]
     if not taylor:
         return []
-    orders = sorted({arms[s.arm].order for s in taylor})  # type: ignore[type-var]
+    orders = sorted({arms[s.arm].order for s in taylor})
     plot = Plot(
         "Taylor order",
         "held-out loss, nats per byte",
-        x_axis={"dtick": 1, "range": [min(orders) - 0.4, max(orders) + 0.4]},  # type: ignore[operator]
+        x_axis={"dtick": 1, "range": [min(orders) - 0.4, max(orders) + 0.4]},
         y_axis={"range": list(_reach(done))},
     )
     sentences: list[str] = []
@@ -139,7 +139,7 @@ def _by_order(record: OrdersRecord, arms: dict[str, Arm], done: list[ArmSummary]
 
 
 def _gaps(record: OrdersRecord, done: list[ArmSummary]) -> list[Figure]:
-    with_gap = sorted((s for s in done if s.gap), key=lambda s: -s.gap.mean)  # type: ignore[union-attr]
+    with_gap = sorted((s for s in done if s.gap), key=lambda s: -s.gap.mean)
     if not with_gap:
         return []
     margin = record.equivalence_margin
@@ -176,7 +176,7 @@ def _gaps(record: OrdersRecord, done: list[ArmSummary]) -> list[Figure]:
 
 def _table(record: OrdersRecord, arms: dict[str, Arm]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    done = sorted((s for s in record.summaries if s.loss), key=lambda s: s.loss.mean)  # type: ignore[union-attr]
+    done = sorted((s for s in record.summaries if s.loss), key=lambda s: s.loss.mean)
     rest = [s for s in record.summaries if not s.loss]
     for place, s in enumerate([*done, *rest]):
         arm = arms[s.arm]
@@ -241,7 +241,7 @@ def _speed(record: OrdersRecord) -> list[Figure]:
             [s.tokens_per_second or 0],
             [label(s.arm)],
             mark(s.arm),
-            mode="markers",  # type: ignore[list-item]
+            mode="markers",
             hover=f"{numbers.short(s.tokens_per_second)} tokens/s",
             size=11,
             legend=False,
