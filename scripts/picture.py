@@ -81,7 +81,9 @@ def profiles() -> list[str]:
 
 
 def losses(record: OrdersRecord) -> list[str]:
-    """Held-out loss of every arm, best first."""
+    """Held-out loss of every arm, best first. Without bars: what varies between blocks of text cancels in
+    comparisons.
+    """
     left, right = 650, 930
     arms: dict[str, Arm] = {arm.name: arm for arm in record.arms}
     rows = sorted(((s.loss, s.arm) for s in record.summaries if s.loss is not None), key=lambda row: row[0].mean)
@@ -97,7 +99,6 @@ def losses(record: OrdersRecord) -> list[str]:
         arm, at = arms[name], TOP + step * (i + 0.5)
         colour = COLOURS[arm.parity or ("linear" if arm.family == "linear" else "exp")]
         out += [line(left, at, right, at), text(left - 12, at + 4, name, 13, colour, "end")]
-        out.append(line(x(loss.low or loss.mean), at, x(loss.high or loss.mean), at, colour, 3))
         out.append(f'<circle cx="{x(loss.mean):.1f}" cy="{at:.1f}" r="5.5" fill="{colour}"/>')
         out.append(text(x(loss.mean), at - 9, f"{loss.mean:.2f}", 11, QUIET, "middle"))
     out.append(
