@@ -103,7 +103,9 @@ def test_an_interrupt_is_a_sentence_too() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_real_interrupt_signal_ends_with_130(number: signal.Signals) -> None:
     code = (
-        "import sys, time, mercer.cli.main as program\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job begins with it ignored
+        "import mercer.cli.main as program\n"
         "@program.app.command()\n"
         "def wait():\n"
         "    print('ready', flush=True)\n"
