@@ -181,6 +181,7 @@ def _resolve(
             raise InvalidArgument(f"{name} must be a {name} object, not {part!r}{hint}.")
     merged = merge(structure)
     sizes = _sizes(query, key, value, state, merged)
+    kernel.check(sizes.dim, sizes.query_heads, sizes.key_heads)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
     state_path = None if state is None else "features" if isinstance(state, FeatureState) else "pairs"

@@ -87,7 +87,7 @@ class Widened(Kernel):
         return torch.cat((key, torch.full_like(key[..., :1], 2.0)), -1)
 
     def feature_dim(self, dim: int) -> int:
-        return dim
+        return dim + 1
 
     def features(self, mapped: Tensor) -> Tensor:
         return mapped

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class Kernel(ABC):
 
     exponential: ClassVar[bool] = False
     """True if f is exp: weights are then computed in the log domain with the row maximum taken out."""
+    log_features: ClassVar[bool] = False
+    """True if ``scaled_query`` and ``scaled_key`` give log phi: K = sum_f exp(log phi_f(q) + log phi_f(k)). The forms
+    exponentiate them with each query's own maximum and the keys' running maximum taken out, so that neither overflows
+    and the past never sees the future; f is then the identity."""
 
     @property
     @abstractmethod
@@ -68,12 +72,20 @@ class Kernel(ABC):
         return self.profile(score), self.derivative(score)
 
     def map_query(self, query: Tensor) -> Tensor:
-        """What is done to a query before the inner product; ``[..., D] -> [..., D']``."""
+        """What is done to a query before the inner product; ``[B, Hq, L, D] -> [B, Hq, L, D']``."""
         return query
 
     def map_key(self, key: Tensor) -> Tensor:
-        """What is done to a key before the inner product; ``[..., D] -> [..., D']``."""
+        """What is done to a key before the inner product; ``[B, Hk, L, D] -> [B, Hk, L, D']``."""
         return key
+
+    def scaled_query(self, query: Tensor, scale: float) -> Tensor:
+        """The mapped query with the scale in it; ``f(<scaled_query(q), scaled_key(k)>) = K(q, k)``."""
+        return self.map_query(query) * scale
+
+    def scaled_key(self, key: Tensor, scale: float) -> Tensor:
+        """The mapped key; a kernel whose features depend on the scale on both sides puts its root in here."""
+        return self.map_key(key)
 
     def feature_dim(self, dim: int) -> int | None:
         """Length of phi for head dimension ``dim``, or None if no finite phi is exact."""
@@ -82,6 +94,28 @@ class Kernel(ABC):
     def features(self, mapped: Tensor) -> Tensor:
         """phi(mapped) with <phi(a), phi(b)> = f(<a, b>); ``[..., D'] -> [..., feature_dim]``."""
         raise InvalidArgument(f"{self} has no finite feature map; compute it from pairs (path='pairs').")
+
+    def state_tag(self, scale: float) -> str:
+        """What a feature state must have been made by to be continued by this kernel at this scale."""
+        return str(self)
+
+    learned: ClassVar[bool] = False
+    """Whether :meth:`tensors` are parameters to train; otherwise they are buffers."""
+
+    def bind(self, dim: int, query_heads: int, key_heads: int, generator: torch.Generator | None = None) -> Self:
+        """This kernel with the tensors it needs for these heads, newly drawn or initialised where it has none."""
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are part of the kernel, to be registered and saved by a module; empty for most."""
+        return {}
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
+        """The same kernel with other tensors of the same names."""
+        return self
+
+    def check(self, dim: int, query_heads: int, key_heads: int) -> None:
+        """Raise :class:`~mercer.InvalidArgument` if this kernel cannot serve such heads (unbound, other sizes)."""
 
 
 @dataclass(frozen=True)

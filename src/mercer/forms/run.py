@@ -105,8 +105,8 @@ def _pairs(
     if call.backend == "numba":
         numerator = causal_softmax(query.to(precision), key.to(precision), value.to(precision), call.scale)
     else:
-        mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
-        mapped = (mapped_query, call.kernel.map_key(key.to(precision)), value.to(precision))
+        mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
+        mapped = (mapped_query, call.kernel.scaled_key(key.to(precision), call.scale), value.to(precision))
         if call.backend == "sdpa":
             numerator = sdpa(*mapped, view)
         else:
@@ -191,13 +191,13 @@ def _features(
     if log is not None and log.shape[1] == query_heads != heads:
         key, value = key.repeat_interleave(query_heads // heads, 1), value.repeat_interleave(query_heads // heads, 1)
         heads = query_heads
-    mapped_query = call.kernel.map_query(query.to(precision)) * call.scale
-    mapped_key = call.kernel.map_key(key)
+    mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
+    mapped_key = call.kernel.scaled_key(key, call.scale)
     value_dim = value.shape[-1]
     if call.normalizer.needs_denominator:  # the mass z is the state of a value that is 1 for every real token
         ones = value.new_ones(()).expand(*value.shape[:-1], 1)
         value = torch.cat((value, _blank(ones, own.key_valid)), -1)
-    state = _initial(call, batch, heads, mapped_key.shape[-1], value)
+    state = _initial(call, batch, heads, value)
     causal = call.merged.causal
     form = scan.chunked if call.form == "chunked" else recurrent.features
     if causal:  # bottom-right: as many queries as keys, those in front read nothing or are not read
@@ -233,16 +233,17 @@ def _feature_log(call: Call, own: Tokens) -> Tensor | None:
     return log
 
 
-def _initial(call: Call, batch: int, heads: int, dim: int, value: Tensor) -> Tensor:
+def _initial(call: Call, batch: int, heads: int, value: Tensor) -> Tensor:
     """The state to start from, ``[B, H, F, Dv (+ 1 for the mass)]``."""
-    features = call.kernel.feature_dim(dim)
+    features = call.kernel.feature_dim(call.query.shape[-1])
     assert features is not None
     if call.state is None:
         return value.new_zeros(batch, heads, features, value.shape[-1])
     state = call.state
     assert isinstance(state, FeatureState)
-    if state.kernel != str(call.kernel):
-        raise InvalidArgument(f"The state was made by {state.kernel}, but this call uses {call.kernel}.")
+    tag = call.kernel.state_tag(call.scale)
+    if state.kernel != tag:
+        raise InvalidArgument(f"The state was made by {state.kernel}, but this call uses {tag}.")
     if call.normalizer.needs_denominator and state.mass is None:
         raise InvalidArgument(
             f"The state has no mass z, which {call.normalizer} needs: make the state under a normaliser with "
@@ -275,4 +276,4 @@ def _feature_state(call: Call, own: Tokens, log: Tensor | None, final: Tensor, v
         assert isinstance(call.state, FeatureState)
         length, total = length + call.state.length, total + call.state.log_decay
     mass = final[..., value_dim] if call.normalizer.needs_denominator else None
-    return FeatureState(final[..., :value_dim], mass, length, total, str(call.kernel))
+    return FeatureState(final[..., :value_dim], mass, length, total, call.kernel.state_tag(call.scale))
