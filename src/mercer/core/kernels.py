@@ -272,8 +272,8 @@ class Power(_Polynomial):
         return monomials(mapped, self.degree)[-1] * math.sqrt(math.factorial(self.degree))
 
 
-class _Linear(Kernel):
-    """K = scale <map(q), map(k)>: the map is the feature map."""
+class LinearKernel(Kernel):
+    """K = scale <map(q), map(k)>: the map is the feature map. Base of the kernels that are defined by their features."""
 
     def default_scale(self, dim: int) -> float:
         return 1.0
@@ -295,7 +295,7 @@ class _Linear(Kernel):
 
 
 @dataclass(frozen=True)
-class Elu(_Linear):
+class Elu(LinearKernel):
     """Linear attention, K = scale <phi(q), phi(k)> with phi(x) = elu(x) + 1. Scale 1 (no D^(-1/2)); positive; D
     features.
 
@@ -316,7 +316,7 @@ class Elu(_Linear):
 
 
 @dataclass(frozen=True)
-class Relu(_Linear):
+class Relu(LinearKernel):
     """K = scale <relu(q), relu(k)>. Scale 1; not negative, and 0 for orthogonal or non-positive vectors; D features.
 
     A row whose every weight is 0 gives zeros. Source: Kasai et al. 2021 (T2R), arXiv 2103.13076.
@@ -334,7 +334,7 @@ class Relu(_Linear):
 
 
 @dataclass(frozen=True)
-class Cosine(_Linear):
+class Cosine(LinearKernel):
     """K = scale cos(q, k) = scale <q/|q|, k/|k|>. Scale 1; signed; D features. A zero vector has cosine 0 with all.
 
     With :class:`~mercer.Sum` it raises unless ``signed=True``: the weights do not form an average.
