@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
     from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
     from mercer.core.names import attention_name, parse_attention
-    from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+    from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
     from mercer.core.state import CacheState, FeatureState, State
     from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
     from mercer.errors import Interrupted, InvalidArgument, MercerError, NonFinite, StorageError, Unsupported
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from mercer.regression import KernelRegression, kernel_regression
 
 _HOMES = {
+    "mercer.core.denominators": ("Clamped", "Detached", "Length", "SigmoidGate"),
     "mercer.core.kernels": ("Cosine", "Elu", "Exp", "Gaussian", "Kernel", "Power", "Relu", "Taylor"),
     "mercer.core.names": ("attention_name", "parse_attention"),
-    "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Sum"),
+    "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Standardize", "Sum"),
     "mercer.core.state": ("CacheState", "FeatureState", "State"),
     "mercer.core.structures": ("Alibi", "Causal", "Decay", "Documents", "Full", "Padding", "Structure", "Window"),
     "mercer.errors": ("Interrupted", "InvalidArgument", "MercerError", "NonFinite", "StorageError", "Unsupported"),
@@ -42,8 +44,10 @@ __all__ = [
     "AssociativeMemory",
     "CacheState",
     "Causal",
+    "Clamped",
     "Cosine",
     "Decay",
+    "Detached",
     "Documents",
     "Elu",
     "Exp",
@@ -55,12 +59,15 @@ __all__ = [
     "InvalidArgument",
     "Kernel",
     "KernelRegression",
+    "Length",
     "MercerError",
     "NonFinite",
     "Normalizer",
     "Padding",
     "Power",
     "Relu",
+    "SigmoidGate",
+    "Standardize",
     "State",
     "StorageError",
     "Structure",

@@ -41,6 +41,7 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
     return (
         isinstance(kernel, Exp)
         and normalizer.scale_invariant
+        and normalizer.takes_divided_rows
         and merged.causal
         and merged.left is None
         and not merged.weighted

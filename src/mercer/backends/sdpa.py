@@ -19,7 +19,9 @@ from mercer.core.support import Sizes
 
 def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
     """Whether the fused kernels compute this combination."""
-    if not isinstance(kernel, Exp) or not normalizer.scale_invariant or sizes.dim != sizes.value_dim:
+    if not isinstance(kernel, Exp) or sizes.dim != sizes.value_dim:
+        return False
+    if not normalizer.scale_invariant or not normalizer.takes_divided_rows:
         return False
     if merged.left is not None or merged.weighted or merged.padding is not None or merged.documents is not None:
         return False

@@ -48,7 +48,8 @@ def unsupported(
     stateful: bool = False,
 ) -> str | None:
     """Why a combination does not work, as a sentence that says what would; None if it works."""
-    if normalizer.needs_denominator and not kernel.positive and not kernel.allows_negative_denominator:
+    signs = kernel.positive or kernel.allows_negative_denominator or normalizer.takes_any_sign
+    if normalizer.needs_denominator and not signs:
         return (
             f"{kernel} takes negative values, so {normalizer} may divide by zero or change sign: use L2() or RMS(), "
             "an even order, or say signed=True to the kernel."
