@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 
+from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
-from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.errors import InvalidArgument
 
 KERNELS: dict[str, type[Kernel]] = {
@@ -23,13 +24,25 @@ KERNELS: dict[str, type[Kernel]] = {
     "gaussian": Gaussian,
     "power": Power,
 }
-NORMALIZERS: dict[str, type[Normalizer]] = {"sum": Sum, "l2": L2, "rms": RMS, "identity": Identity}
+NORMALIZERS: dict[str, type[Normalizer]] = {
+    "sum": Sum,
+    "l2": L2,
+    "rms": RMS,
+    "layernorm": Standardize,
+    "identity": Identity,
+    "length": Length,
+    "gate": SigmoidGate,
+    "clamped": Clamped,
+    "detached": Detached,
+}
 ALIASES = {"softmax": "exp-sum", "linear": "elu-sum"}
 _NUMBERED: tuple[type[Kernel], ...] = (Taylor, Power)
 
 
 def parse_attention(name: str) -> tuple[Kernel, Normalizer]:
     """Kernel and normaliser of a name such as ``softmax``, ``taylor4-l2`` or ``taylor3-signed-sum``.
+
+    ``-gate`` comes without its gate, which an attention layer makes.
 
     Raises:
         InvalidArgument: for an unknown name; the message lists what is allowed.
@@ -53,7 +66,9 @@ def attention_name(kernel: Kernel, normalizer: Normalizer) -> str:
     """The name of a kernel and normaliser; the inverse of :func:`parse_attention`."""
     words = {cls: word for word, cls in KERNELS.items()}
     endings = {cls: word for word, cls in NORMALIZERS.items()}
-    if type(kernel) not in words or type(normalizer) not in endings:
+    plain = not isinstance(normalizer, Clamped) or normalizer == Clamped()
+    plain = plain and (not isinstance(normalizer, SigmoidGate) or normalizer.inner == Identity())
+    if type(kernel) not in words or type(normalizer) not in endings or not plain:
         raise InvalidArgument(f"{kernel} with {normalizer} has no registered name.")
     number = kernel.order if isinstance(kernel, Taylor) else kernel.degree if isinstance(kernel, Power) else ""
     signed = "-signed" if kernel.allows_negative_denominator else ""
