@@ -13,8 +13,9 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
+from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
-from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
 from mercer.errors import Unsupported
 
@@ -40,7 +41,7 @@ def reference_attention(
     rows: list[Tensor] = []
     for i in range(length):
         numerator = value.new_zeros(batch, heads, value.shape[-1])
-        denominator = value.new_zeros(batch, heads)
+        denominator, count = value.new_zeros(batch, heads), value.new_zeros(batch, 1)
         for j in range(key.shape[2]):
             k = key[:, :, j].repeat_interleave(groups, 1)
             v = value[:, :, j].repeat_interleave(groups, 1)
@@ -50,7 +51,8 @@ def reference_attention(
             )
             numerator = numerator + pair.unsqueeze(-1) * v
             denominator = denominator + pair
-        rows.append(_normalise(normalizer, numerator, denominator))
+            count = count + visible.unsqueeze(1)
+        rows.append(_normalise(normalizer, numerator, denominator, count, i))
     return torch.stack(rows, 2) if rows else value.new_zeros(batch, heads, 0, value.shape[-1])
 
 
@@ -144,10 +146,32 @@ def _elu_plus_one(x: Tensor) -> Tensor:
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
-def _normalise(normalizer: Normalizer, numerator: Tensor, denominator: Tensor) -> Tensor:
+def _normalise(normalizer: Normalizer, numerator: Tensor, denominator: Tensor, count: Tensor, row: int) -> Tensor:
+    """The output ``[B, H, Dv]`` of a row that sees ``count`` keys, ``[B, 1]``."""
     if isinstance(normalizer, Identity):
         return numerator
-    if isinstance(normalizer, Sum):
+    if isinstance(normalizer, SigmoidGate):
+        assert normalizer.gate is not None
+        gate = normalizer.gate.double()[:, :, row]
+        inner = _normalise(normalizer.inner, numerator, denominator, count, row)
+        return inner / (1 + (-(gate if gate.dim() == 3 else gate.unsqueeze(-1))).exp())
+    if isinstance(normalizer, Length):
+        return torch.where(count.unsqueeze(-1) > 0, numerator / count.unsqueeze(-1), 0.0)
+    if isinstance(normalizer, Clamped):
+        size = torch.where(denominator < 0, -denominator, denominator)
+        return numerator / torch.where(size > normalizer.minimum, size, normalizer.minimum).unsqueeze(-1)
+    if isinstance(normalizer, Standardize):
+        mean = numerator.mean(-1, keepdim=True)
+        variance = (numerator - mean).square().mean(-1, keepdim=True)
+        constant = (numerator == numerator[..., :1]).all(-1, keepdim=True)
+        out = torch.where(constant, 0.0, (numerator - mean) / torch.where(constant, 1.0, variance).sqrt())
+        for tensor, combine in ((normalizer.gain, torch.mul), (normalizer.bias, torch.add)):
+            if tensor is not None:
+                out = combine(out, tensor.double().unsqueeze(-1) if tensor.dim() == 1 else tensor.double())
+        return torch.where(count.unsqueeze(-1) > 0, out, 0.0)
+    if isinstance(normalizer, Detached):
+        denominator = denominator.detach()
+    if isinstance(normalizer, Sum | Detached):
         empty = denominator == 0
         return torch.where(empty.unsqueeze(-1), 0.0, numerator / torch.where(empty, 1.0, denominator).unsqueeze(-1))
     if isinstance(normalizer, L2 | RMS):
@@ -159,7 +183,8 @@ def _normalise(normalizer: Normalizer, numerator: Tensor, denominator: Tensor) -
             return out
         gain = normalizer.gain.double()
         return out * (gain.unsqueeze(-1) if gain.dim() == 1 else gain)
-    out = normalizer.apply(numerator.unsqueeze(2), denominator.unsqueeze(2))
+    second = count if normalizer.needs_count else denominator
+    out = normalizer.apply(numerator.unsqueeze(2), second.unsqueeze(2))
     return out.squeeze(2)
 
 

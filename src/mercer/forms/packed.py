@@ -44,6 +44,7 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
             query=_gather(call.query, index, len(members)),
             key=_gather(call.key, index, len(members)),
             value=_gather(call.value, index, len(members)),
+            normalizer=call.normalizer.map_tokens(lambda x: _gather(x, index, len(members))),
             merged=_merged(call.merged, Padding(mask=real.repeat(batch, 1)), index, len(members)),
             state=None if call.state is None else call.state.select(entries),
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mercer.backends.causal import causal_softmax
 from mercer.backends.sdpa import sdpa
+from mercer.core.counts import keys_seen
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, Tokens, layout, tokens
 from mercer.core.normalizers import Normalizer, Sum
@@ -56,6 +57,9 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
         numerator, denominator, after = _features(call, own, query, key, value)
     else:
         numerator, denominator, after = _pairs(call, own, query, key, value)
+    if call.normalizer.needs_count:
+        past = None if call.state is None else call.state.length
+        denominator = keys_seen(call.merged, own, past, numerator.dtype)
     out = call.normalizer.apply(numerator, denominator)
     if out.shape != numerator.shape:
         raise InvalidArgument(
