@@ -179,6 +179,8 @@ def _resolve(
         if not isinstance(part, kind):
             hint = f", for example {name}={part.__name__}(...)" if isinstance(part, type) else ""
             raise InvalidArgument(f"{name} must be a {name} object, not {part!r}{hint}.")
+    if normalizer.needs_count and normalizer.needs_denominator:
+        raise InvalidArgument(f"{normalizer} asks for the count and for the denominator; a normaliser is given one.")
     merged = merge(structure)
     sizes = _sizes(query, key, value, state, merged)
     kernel.check(sizes.dim, sizes.query_heads, sizes.key_heads)

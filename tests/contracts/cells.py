@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
-from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
 from mercer.forms import scan, tiles
 
@@ -43,6 +44,11 @@ UNSIGNED: dict[str, Kernel] = {
 """Kernels that may not have a denominator: of either sign, without the caller's consent."""
 
 NORMALIZERS = ("sum", "l2-head", "rms-channel", "identity")
+OTHER_NORMALIZERS = (
+    "length", "gate-token", "gate-channel", "gate-sum", "clamped", "detached", "layernorm", "layernorm-channel"
+)  # fmt: skip
+"""Walked under fewer kernels: they share the sums of the first four, and differ in what is done with them."""
+FEW_KERNELS = ("exp", "taylor3-signed", "elu")
 
 CELLS = [(f, p) for f in ("dense", "chunked", "recurrent") for p in ("pairs", "features")]
 """Every form by every path."""
@@ -124,6 +130,17 @@ class Laid:
 def normalizer(name: str, shape: Shape, generator: torch.Generator) -> tuple[Normalizer, dict[str, Tensor]]:
     """A normaliser by name, and its leaves."""
     kind, _, gain_kind = name.partition("-")
+    if kind == "gate":
+        size = (shape.batch, shape.heads, shape.queries, shape.value_dim)[: 3 if gain_kind == "token" else 4]
+        gate = torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+        return SigmoidGate(gate, Sum() if gain_kind == "sum" else Identity()), {"gate": gate}
+    if kind in ("length", "clamped", "detached"):
+        return {"length": Length, "clamped": Clamped, "detached": Detached}[kind](), {}
+    if kind == "layernorm" and gain_kind:
+        size = (shape.heads, shape.value_dim)
+        leaves = {n: torch.rand(size, generator=generator, dtype=torch.float64) + 0.5 for n in ("gain", "bias")}
+        leaves = {n: t.requires_grad_() for n, t in leaves.items()}
+        return Standardize(**leaves), leaves
     gain = None
     if gain_kind:
         size = (shape.heads,) if gain_kind == "head" else (shape.heads, shape.value_dim)
@@ -131,7 +148,7 @@ def normalizer(name: str, shape: Shape, generator: torch.Generator) -> tuple[Nor
     made = (
         {"sum": Sum, "identity": Identity}[kind]()
         if kind in ("sum", "identity")
-        else {"l2": L2, "rms": RMS}[kind](gain)
+        else {"l2": L2, "rms": RMS, "layernorm": Standardize}[kind](gain)
     )
     return made, {} if gain is None else {"gain": gain}
 

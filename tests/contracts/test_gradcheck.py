@@ -17,7 +17,9 @@ from mercer.ops import attention
 SHAPE = cells.Shape(batch=1, heads=2, key_heads=1, queries=3, keys=3, dim=2, value_dim=2)
 
 
-@pytest.mark.parametrize("normalizer", cells.NORMALIZERS)
+@pytest.mark.parametrize(
+    "normalizer", [*cells.NORMALIZERS, *(n for n in cells.OTHER_NORMALIZERS if n != "detached")]
+)  # the gradient of Detached is not its value's: tests/core/test_denominators.py
 @pytest.mark.parametrize("kernel", cells.KERNELS)
 def test_gradcheck(kernel: str, normalizer: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch):
     cells.small_tiles(monkeypatch, rows=2, columns=2, chunk=2)

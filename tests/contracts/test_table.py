@@ -22,6 +22,21 @@ SHAPE = cells.Shape()
 def test_cell(
     kernel: str, normalizer: str, structure: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ):
+    check_cell(kernel, normalizer, structure, generator, monkeypatch)
+
+
+@pytest.mark.parametrize("structure", cells.STRUCTURES)
+@pytest.mark.parametrize("normalizer", cells.OTHER_NORMALIZERS)
+@pytest.mark.parametrize("kernel", cells.FEW_KERNELS)
+def test_cell_of_another_normaliser(
+    kernel: str, normalizer: str, structure: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    check_cell(kernel, normalizer, structure, generator, monkeypatch)
+
+
+def check_cell(
+    kernel: str, normalizer: str, structure: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = cells.KERNELS[kernel]
     norm, leaves = cells.normalizer(normalizer, SHAPE, generator)
     laid = cells.structures(SHAPE, generator)[structure]

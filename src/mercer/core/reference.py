@@ -156,7 +156,7 @@ def _normalise(normalizer: Normalizer, numerator: Tensor, denominator: Tensor, c
         inner = _normalise(normalizer.inner, numerator, denominator, count, row)
         return inner / (1 + (-(gate if gate.dim() == 3 else gate.unsqueeze(-1))).exp())
     if isinstance(normalizer, Length):
-        return torch.where(count.unsqueeze(-1) > 0, numerator / count.unsqueeze(-1), 0.0)
+        return torch.where(count.unsqueeze(-1) > 0, numerator / torch.where(count > 0, count, 1.0).unsqueeze(-1), 0.0)
     if isinstance(normalizer, Clamped):
         size = torch.where(denominator < 0, -denominator, denominator)
         return numerator / torch.where(size > normalizer.minimum, size, normalizer.minimum).unsqueeze(-1)
