@@ -273,7 +273,7 @@ class Power(_Polynomial):
 
 
 class LinearKernel(Kernel):
-    """K = scale <map(q), map(k)>: the map is the feature map. Base of the kernels that are defined by their features."""
+    """K = scale <map(q), map(k)>: the map is the feature map. A base for kernels that are defined by their features."""
 
     def default_scale(self, dim: int) -> float:
         return 1.0
