@@ -7,7 +7,7 @@ differentiable tensors (slopes, rates) are leaves that every part shares.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -65,6 +65,12 @@ class Shape:
     keys: int = 7
     dim: int = 3
     value_dim: int = 2
+    apart: bool = False
+    """Whether the channels of values stand apart, for a norm that takes their mean out."""
+
+    def under(self, normalizer: str) -> Shape:
+        """These sizes with values for a normaliser: of two channels, a layer norm leaves the sign only."""
+        return replace(self, value_dim=4, apart=True) if normalizer.startswith("layernorm") else self
 
 
 @dataclass
@@ -110,7 +116,8 @@ def inputs(
     )
     if positive:
         q, k = q.abs() + 0.1, k.abs() + 0.1
-    v = 0.7 * draw(shape.batch, shape.key_heads, shape.keys, shape.value_dim) + 1.5
+    v = 0.7 * draw(shape.batch, shape.key_heads, shape.keys, shape.value_dim)
+    v = v + (torch.linspace(-2, 2, shape.value_dim, dtype=torch.float64) if shape.apart else 1.5)
     cotangent = draw(shape.batch, shape.heads, shape.queries, shape.value_dim)
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     return Inputs(q, k, v, cotangent.to(dtype))

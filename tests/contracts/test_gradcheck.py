@@ -24,8 +24,9 @@ SHAPE = cells.Shape(batch=1, heads=2, key_heads=1, queries=3, keys=3, dim=2, val
 def test_gradcheck(kernel: str, normalizer: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch):
     cells.small_tiles(monkeypatch, rows=2, columns=2, chunk=2)
     chosen = cells.KERNELS[kernel]
-    norm, leaves = cells.normalizer(normalizer, SHAPE, generator)
-    given = cells.inputs(SHAPE, generator, kernel=chosen)
+    shape = SHAPE.under(normalizer)
+    norm, leaves = cells.normalizer(normalizer, shape, generator)
+    given = cells.inputs(shape, generator, kernel=chosen)
     for form, path in cells.CELLS:
         if unsupported(chosen, norm, merge(Causal()), form, path) is None:
 

@@ -38,10 +38,11 @@ def check_cell(
     kernel: str, normalizer: str, structure: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = cells.KERNELS[kernel]
-    norm, leaves = cells.normalizer(normalizer, SHAPE, generator)
-    laid = cells.structures(SHAPE, generator)[structure]
-    given = cells.inputs(SHAPE, generator, kernel=chosen)
-    whole = laid.whole(SHAPE)
+    shape = SHAPE.under(normalizer)
+    norm, leaves = cells.normalizer(normalizer, shape, generator)
+    laid = cells.structures(shape, generator)[structure]
+    given = cells.inputs(shape, generator, kernel=chosen)
+    whole = laid.whole(shape)
     named = dict(zip("qkv", given.qkv, strict=True)) | laid.leaves | leaves
     expected = reference_attention(*given.qkv, chosen, norm, whole)
     wanted = cells.gradients(expected, given.cotangent, list(named.values()))
