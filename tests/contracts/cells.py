@@ -228,6 +228,14 @@ def structures(shape: Shape, generator: torch.Generator, dtype: torch.dtype = to
         "decay-padding": Laid(lambda a, b: gates(a, b) & pad(a, b), {"log_rate": by_key}),
         "decay-documents": Laid(lambda a, b: gates(a, b) & Documents(offsets), {"log_rate": by_key}),
         "decay-alibi": Laid(lambda a, b: gates(a, b) & alibi, {"log_rate": by_key, "slopes": slopes}),
+        "recency": Laid(
+            lambda a, b: causal & Decay(by_query[..., a:b], complement=True) & pad(a, b), {"rate": by_query}
+        ),
+        "recency-documents": Laid(
+            lambda a, b: causal & Decay(log_rate=by_key[..., a:b], complement=True) & Documents(offsets),
+            {"log_rate": by_key},
+        ),
+        "recency-head": Laid(lambda a, b: causal & Decay(rate, complement=True), {"rate": rate}),
         "everything": Laid(
             lambda a, b: Window.last(4) & gates(a, b) & pad(a, b) & alibi, {"log_rate": by_key, "slopes": slopes}
         ),

@@ -30,6 +30,7 @@ class Tokens:
     count: Tensor  # [b] int64: valid keys
     key_log: Tensor | None  # [b, h, Lk] float64: cumulative log-decay after each key's own step
     query_log: Tensor | None  # [b, h, Lq] float64
+    key_weight: Tensor | None = None  # [b, h, Lk] float64: what each key's own contribution is multiplied by
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class PastKeys:
     position: Tensor  # [b, Lp] int64
     valid: Tensor | None  # [b, Lp] bool; without it the kept keys are an unbroken run up to the newest token
     count: Tensor  # [b] int64: real tokens absorbed so far (more than are kept under a window)
-    log: Tensor | None  # [b, h, Lp] float64: cumulative log-decay, 0 at the newest token
+    log: Tensor | None  # [b, h, Lp] float64: cumulative log-decay, 0 at the newest token, less the key's log-weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,13 +180,18 @@ def tokens(
         key_log = _cumulative_log(merged, batch, query_heads, key_heads, key_length, key_valid)
         pad = max(0, -shift)
         query_log = torch.nn.functional.pad(key_log, (pad, 0))[..., key_length + pad - query_length :]
-    return Tokens(key_valid, query_valid, key_rank, query_rank, count, key_log, query_log)
+    weight = _complement(merged, query_heads, key_heads, key_length)
+    return Tokens(key_valid, query_valid, key_rank, query_rank, count, key_log, query_log, weight)
 
 
 def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
     """The layout of queries against this call's keys, with the keys of a cache before them."""
     query_position, key_position, key_valid = own.query_rank, own.key_rank, own.key_valid
     query_log, key_log = own.query_log, own.key_log
+    if key_log is not None and own.key_weight is not None:
+        zero = own.key_weight == 0
+        log_weight = own.key_weight.masked_fill(zero, 1).log().masked_fill(zero, -torch.inf)
+        key_log = key_log - log_weight
     plain = key_valid is None and own.query_valid is None and merged.documents is None
     offset = own.key_rank.shape[1] - own.query_rank.shape[1] if plain else None
     if past is not None:
@@ -289,6 +295,14 @@ def _cumulative_log(
     if valid is not None:
         logs = torch.where(valid.unsqueeze(1), logs, 0.0)
     return logs.cumsum(-1)
+
+
+def _complement(merged: Merged, query_heads: int, key_heads: int, key_length: int) -> Tensor | None:
+    """1 - rate of each token, ``[b, h, Lk]``, where the decay asks for it."""
+    if merged.decay is None or not merged.decay.complement:
+        return None
+    weight = -torch.expm1(merged.decay.logs()).expand(-1, -1, key_length)
+    return weight if weight.shape[1] in (1, query_heads) else weight.repeat_interleave(query_heads // key_heads, dim=1)
 
 
 def _join(past: Tensor, new: Tensor) -> Tensor:

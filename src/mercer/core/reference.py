@@ -259,8 +259,9 @@ class _Weights:
         rates = (part.rate if part.rate is not None else part.log_rate.exp()).double()  # pyright: ignore[reportOptionalMemberAccess]
         rates = rates.view(1, -1, 1).expand(self.batch, -1, self.keys) if rates.dim() == 1 else rates
         rates = rates if rates.shape[1] == self.heads else rates.repeat_interleave(self.heads // rates.shape[1], 1)
+        added = (1 - rates[:, :, j]).log() if part.complement else 0.0
         rows: list[Tensor] = []
         for b in range(self.batch):
             steps = [t for t in range(j + 1, last[b] + 1) if self.key_real[b][t]]
             rows.append(sum((rates[b, :, t].log() for t in steps), start=torch.zeros(self.heads, dtype=torch.float64)))
-        return torch.stack(rows)
+        return torch.stack(rows) + added

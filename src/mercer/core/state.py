@@ -93,6 +93,8 @@ class FeatureState(State):
         length: ``[B]`` int64.
         log_decay: ``[B, H]`` float64: the log of the total decay over the tokens absorbed (0 without decay).
         kernel: which kernel's features these are.
+        peak: ``[B, H]`` float64 for a kernel whose features are exponentials: S and z are kept divided by exp(peak);
+            minus infinity if nothing was absorbed. None for the others.
     """
 
     features: Tensor
@@ -100,11 +102,13 @@ class FeatureState(State):
     length: Tensor
     log_decay: Tensor
     kernel: str
+    peak: Tensor | None = None
 
     def _own_tensors(self) -> dict[str, Tensor]:
         name = torch.tensor(list(self.kernel.encode()), dtype=torch.uint8)
         out = {"features": self.features, "length": self.length, "log_decay": self.log_decay, "kernel": name}
-        return out if self.mass is None else out | {"mass": self.mass}
+        optional = {"mass": self.mass, "peak": self.peak}
+        return out | {name: t for name, t in optional.items() if t is not None}
 
     def merge(self, later: FeatureState) -> FeatureState:
         """The state of this state's tokens followed by ``later``'s. Associative; without decay commutative too."""
@@ -115,16 +119,25 @@ class FeatureState(State):
             )
         if (self.mass is None) != (later.mass is None):
             raise InvalidArgument("Cannot merge a state that has a mass (denominators) with one that has none.")
-        factor = later.log_decay.exp().to(self.features.dtype)
+        if (self.peak is None) != (later.peak is None):
+            raise InvalidArgument("Cannot merge a state that is kept relative to a peak with one that is not.")
+        peak, fade, rise = None, later.log_decay, torch.zeros_like(later.log_decay)
+        if self.peak is not None and later.peak is not None:
+            before = self.peak + later.log_decay
+            peak = torch.maximum(before, later.peak)
+            reference = peak.masked_fill(peak == -torch.inf, 0)
+            fade, rise = before - reference, later.peak - reference
+        first, second = (x.exp().to(self.features.dtype) for x in (fade, rise))
         mass = None
         if self.mass is not None and later.mass is not None:
-            mass = self.mass * factor[..., None] + later.mass
+            mass = self.mass * first[..., None] + later.mass * second[..., None]
         return FeatureState(
-            features=self.features * factor[..., None, None] + later.features,
+            features=self.features * first[..., None, None] + later.features * second[..., None, None],
             mass=mass,
             length=self.length + later.length,
             log_decay=self.log_decay + later.log_decay,
             kernel=self.kernel,
+            peak=peak,
         )
 
 

@@ -193,12 +193,17 @@ class Decay(Structure):
             heads; L that of keys.
         log_rate: the same as logarithms, 0 or less. Give exactly one of the two; gates near 1 keep their precision as
             logarithms.
+        complement: also weigh what token j adds by 1 - rate_j, so that the weights of a long past sum to 1: the
+            recency gate of random-feature attention, S_j = rate_j S_{j-1} + (1 - rate_j) phi(k_j) v_j^T. (By pairs
+            the gradient of a rate of exactly 1 leaves this factor out.)
 
-    Source: Sun et al. 2023 (RetNet), arXiv 2307.08621; Lin et al. 2025 (Forgetting Transformer), arXiv 2503.02130.
+    Source: Sun et al. 2023 (RetNet), arXiv 2307.08621; Lin et al. 2025 (Forgetting Transformer), arXiv 2503.02130;
+    Peng et al. 2021 (RFA), arXiv 2103.02143.
     """
 
     rate: Tensor | None = None
     log_rate: Tensor | None = None
+    complement: bool = False
 
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.log_rate is None):
@@ -223,7 +228,8 @@ class Decay(Structure):
         return logs.view(1, -1, 1) if logs.dim() == 1 else logs
 
     def __str__(self) -> str:
-        return "Decay(per token)" if self.per_token else "Decay(per head)"
+        rates = "per token" if self.per_token else "per head"
+        return f"Decay({rates}, complement)" if self.complement else f"Decay({rates})"
 
 
 @dataclass(frozen=True, eq=False)

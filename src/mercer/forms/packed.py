@@ -80,7 +80,10 @@ def _merged(merged: Merged, padding: Padding, index: Tensor, count: int) -> Merg
     structure = merged.without_documents(padding)
     if merged.decay is None or not merged.decay.per_token:
         return merge(structure)
-    return replace(merge(structure), decay=Decay(log_rate=_gather(merged.decay.logs(), index, count)))
+    return replace(
+        merge(structure),
+        decay=Decay(log_rate=_gather(merged.decay.logs(), index, count), complement=merged.decay.complement),
+    )
 
 
 def _stack(states: list[State]) -> State:
@@ -88,12 +91,14 @@ def _stack(states: list[State]) -> State:
     if isinstance(states[0], FeatureState):
         parts = [s for s in states if isinstance(s, FeatureState)]
         masses = [s.mass for s in parts if s.mass is not None]
+        peaks = [s.peak for s in parts if s.peak is not None]
         return FeatureState(
             features=torch.cat([s.features for s in parts]),
             mass=torch.cat(masses) if masses else None,
             length=torch.cat([s.length for s in parts]),
             log_decay=torch.cat([s.log_decay for s in parts]),
             kernel=parts[0].kernel,
+            peak=torch.cat(peaks) if peaks else None,
         )
     caches = [s for s in states if isinstance(s, CacheState)]
     width = max(s.keys.shape[2] for s in caches)

@@ -16,7 +16,7 @@ from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import CacheState, FeatureState, State
 from mercer.core.structures import Merged
 from mercer.errors import InvalidArgument, NonFinite
-from mercer.forms import recurrent, scan
+from mercer.forms import log_features, recurrent, scan
 from mercer.forms.dense import dense
 from mercer.forms.tiles import tiles
 
@@ -105,19 +105,26 @@ def _pairs(
         key, value = torch.cat((past.keys, key), 2), torch.cat((past.values, value), 2)
     view = layout(call.merged, own, None if past is None else past.past())
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    denominator = peak = None
+    denominator = peak = row_factor = None
     if call.backend == "numba":
         numerator = causal_softmax(query.to(precision), key.to(precision), value.to(precision), call.scale)
     else:
         mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
-        mapped = (mapped_query, call.kernel.scaled_key(key.to(precision), call.scale), value.to(precision))
+        mapped_key = call.kernel.scaled_key(key.to(precision), call.scale)
+        weighed = view
+        if call.kernel.log_features:
+            mapped_query, query_peak = log_features.lower(mapped_query)
+            mapped_key, key_peak = log_features.lower(mapped_key)
+            weighed, row_factor = log_features.weigh_pairs(view, key_peak, query_peak)
+        mapped = (mapped_query, mapped_key, value.to(precision))
         if call.backend == "sdpa":
-            numerator = sdpa(*mapped, view)
+            numerator = sdpa(*mapped, weighed)
         else:
             form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
-            numerator, denominator, peak = form(*mapped, call.kernel, view, call.normalizer.needs_denominator)
+            numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.normalizer.needs_denominator)
     if call.backend != "torch" and call.normalizer.needs_denominator and not isinstance(call.normalizer, Sum):
         denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
+    peak = peak if row_factor is None else row_factor
     if peak is not None and not call.normalizer.scale_invariant:
         numerator, denominator = _restore(numerator, denominator, peak)
     after = _cache(call, own, view, key, value) if call.return_state else None
@@ -126,7 +133,7 @@ def _pairs(
 
 def _restore(numerator: Tensor, denominator: Tensor | None, peak: Tensor) -> tuple[Tensor, Tensor | None]:
     """Put back the factor that was taken out of each row, where the normaliser does not cancel it."""
-    factor = peak.exp()
+    factor = peak.exp().to(numerator.dtype)
     wide = factor.unsqueeze(-1)
     numerator = torch.where(numerator == 0, numerator, numerator * wide)  # 0 stays 0 even where the factor is infinite
     return numerator, None if denominator is None else denominator * factor
@@ -190,19 +197,32 @@ def _features(
         key.to(precision),
         value.to(precision),
     )  # first: so gradients of a group are summed unrounded
-    log = _feature_log(call, own)
-    heads = key.shape[1]
-    if log is not None and log.shape[1] == query_heads != heads:
-        key, value = key.repeat_interleave(query_heads // heads, 1), value.repeat_interleave(query_heads // heads, 1)
-        heads = query_heads
     mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
     mapped_key = call.kernel.scaled_key(key, call.scale)
+    log, weight = _feature_log(call, own), _feature_weight(call, own)
+    heads = key.shape[1]
+    if log is not None and log.shape[1] == query_heads != heads:
+        mapped_key = mapped_key.repeat_interleave(query_heads // heads, 1)
+        value = value.repeat_interleave(query_heads // heads, 1)
+        heads = query_heads
     value_dim = value.shape[-1]
     if call.normalizer.needs_denominator:  # the mass z is the state of a value that is 1 for every real token
         ones = value.new_ones(()).expand(*value.shape[:-1], 1)
         value = torch.cat((value, _blank(ones, own.key_valid)), -1)
+    if weight is not None:
+        value = value * weight.unsqueeze(-1).to(precision)
     state = _initial(call, batch, heads, value)
     causal = call.merged.causal
+    running = query_peak = None
+    steps = log
+    if call.kernel.log_features:
+        mapped_query, query_peak = log_features.lower(mapped_query)
+        mapped_key, key_peak = log_features.lower(mapped_key)
+        past = call.state.peak if isinstance(call.state, FeatureState) else None
+        running = log_features.weigh_features(key_peak, log, own.key_valid, past, causal)
+        log = running.log
+        value = value * running.weight.unsqueeze(-1).to(precision)
+        state = state * running.start[..., None, None].to(precision)
     form = scan.chunked if call.form == "chunked" else recurrent.features
     if causal:  # bottom-right: as many queries as keys, those in front read nothing or are not read
         lead = key.shape[2] - query.shape[2]
@@ -217,7 +237,30 @@ def _features(
     numerator, denominator = carried, None
     if call.normalizer.needs_denominator:
         numerator, denominator = carried[..., :value_dim], carried[..., value_dim]
-    return numerator, denominator, _feature_state(call, own, log, final, value_dim) if call.return_state else None
+    if running is not None and query_peak is not None and not call.normalizer.scale_invariant:
+        numerator, denominator = _restore(numerator, denominator, query_peak + _row_peak(running, query_peak, causal))
+    after = None
+    if call.return_state:
+        after = _feature_state(call, own, steps, final, value_dim, None if running is None else running.final)
+    return numerator, denominator, after
+
+
+def _row_peak(running: log_features.Running, query_peak: Tensor, causal: bool) -> Tensor:
+    """The keys' running maximum at each query, ``[B, Hq or Hk, Lq]`` (queries in front of all keys read the state)."""
+    row, (batch, query_heads, queries) = running.row, query_peak.shape
+    if causal:
+        ahead = queries - row.shape[-1]
+        early = running.first.unsqueeze(-1).expand(-1, -1, max(ahead, 0))
+        row = torch.cat((early, row[..., max(-ahead, 0) :]), -1)
+    return row.repeat_interleave(query_heads // row.shape[1], 1).expand(batch, query_heads, queries)
+
+
+def _feature_weight(call: Call, own: Tokens) -> Tensor | None:
+    """What each key's contribution is multiplied by, ``[b, h, Lk]`` with h as in :func:`_feature_log`."""
+    weight = own.key_weight
+    if weight is not None and call.merged.weight_heads(call.query.shape[1], call.key.shape[1]) == call.key.shape[1]:
+        weight = weight[:, :: call.query.shape[1] // call.key.shape[1]] if weight.shape[1] > 1 else weight
+    return weight
 
 
 def _feature_log(call: Call, own: Tokens) -> Tensor | None:
@@ -270,7 +313,9 @@ def _initial(call: Call, batch: int, heads: int, value: Tensor) -> Tensor:
     return start
 
 
-def _feature_state(call: Call, own: Tokens, log: Tensor | None, final: Tensor, value_dim: int) -> FeatureState:
+def _feature_state(
+    call: Call, own: Tokens, log: Tensor | None, final: Tensor, value_dim: int, peak: Tensor | None
+) -> FeatureState:
     batch, heads = final.shape[:2]
     length = own.count.expand(batch).to(torch.int64)
     total = final.new_zeros(batch, heads, dtype=torch.float64)
@@ -280,4 +325,4 @@ def _feature_state(call: Call, own: Tokens, log: Tensor | None, final: Tensor, v
         assert isinstance(call.state, FeatureState)
         length, total = length + call.state.length, total + call.state.log_decay
     mass = final[..., value_dim] if call.normalizer.needs_denominator else None
-    return FeatureState(final[..., :value_dim], mass, length, total, call.kernel.state_tag(call.scale))
+    return FeatureState(final[..., :value_dim], mass, length, total, call.kernel.state_tag(call.scale), peak)
