@@ -53,14 +53,15 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
     own = tokens(call.merged, batch, query_heads, key_heads, query_length, key_length, call.query.device)
     query = _blank(call.query, own.query_valid)
     key, value = _blank(call.key, own.key_valid), _blank(call.value, own.key_valid)
-    if call.path == "features":
-        numerator, denominator, after = _features(call, own, query, key, value)
-    else:
-        numerator, denominator, after = _pairs(call, own, query, key, value)
+    rows = _features if call.path == "features" else _pairs
+    numerator, denominator, log_factor, after = rows(call, own, query, key, value)
     if call.normalizer.needs_count:
         past = None if call.state is None else call.state.length
         denominator = keys_seen(call.merged, own, past, numerator.dtype)
-    out = call.normalizer.apply(numerator, denominator)
+    if log_factor is None or call.normalizer.scale_invariant:
+        out = call.normalizer.apply(numerator, denominator)
+    else:
+        out = call.normalizer.apply_factored(numerator, denominator, log_factor)
     if out.shape != numerator.shape:
         raise InvalidArgument(
             f"{call.normalizer} returned {list(out.shape)} for a numerator {list(numerator.shape)}: apply must keep "
@@ -97,7 +98,8 @@ def _blank(x: Tensor, valid: Tensor | None) -> Tensor:
 
 def _pairs(
     call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor | None, State | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, State | None]:
+    """Numerator, denominator if needed, the log factor ``[B, Hq, Lq]`` that was taken out of rows if any, and state."""
     past = None
     if call.state is not None:
         assert isinstance(call.state, CacheState)
@@ -124,19 +126,8 @@ def _pairs(
             numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.normalizer.needs_denominator)
     if call.backend != "torch" and call.normalizer.needs_denominator and not isinstance(call.normalizer, Sum):
         denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
-    peak = peak if row_factor is None else row_factor
-    if peak is not None and not call.normalizer.scale_invariant:
-        numerator, denominator = _restore(numerator, denominator, peak)
     after = _cache(call, own, view, key, value) if call.return_state else None
-    return numerator, denominator, after
-
-
-def _restore(numerator: Tensor, denominator: Tensor | None, peak: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Put back the factor that was taken out of each row, where the normaliser does not cancel it."""
-    factor = peak.exp().to(numerator.dtype)
-    wide = factor.unsqueeze(-1)
-    numerator = torch.where(numerator == 0, numerator, numerator * wide)  # 0 stays 0 even where the factor is infinite
-    return numerator, None if denominator is None else denominator * factor
+    return numerator, denominator, peak if row_factor is None else row_factor, after
 
 
 def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) -> CacheState:
@@ -190,7 +181,8 @@ def _cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) ->
 
 def _features(
     call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor | None, State | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, State | None]:
+    """As :func:`_pairs`."""
     batch, query_heads = query.shape[:2]
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     key, value = (
@@ -237,12 +229,13 @@ def _features(
     numerator, denominator = carried, None
     if call.normalizer.needs_denominator:
         numerator, denominator = carried[..., :value_dim], carried[..., value_dim]
-    if running is not None and query_peak is not None and not call.normalizer.scale_invariant:
-        numerator, denominator = _restore(numerator, denominator, query_peak + _row_peak(running, query_peak, causal))
+    log_factor = None
+    if running is not None and query_peak is not None:
+        log_factor = query_peak + _row_peak(running, query_peak, causal)
     after = None
     if call.return_state:
         after = _feature_state(call, own, steps, final, value_dim, None if running is None else running.final)
-    return numerator, denominator, after
+    return numerator, denominator, log_factor, after
 
 
 def _row_peak(running: log_features.Running, query_peak: Tensor, causal: bool) -> Tensor:
