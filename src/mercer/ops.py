@@ -16,7 +16,8 @@ from mercer.core.structures import Full, Merged, Structure, merge
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument
 from mercer.forms import packed
-from mercer.forms.run import Call, run
+from mercer.forms.call import Call
+from mercer.forms.run import run
 from mercer.planning import Plan, choose
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -114,7 +114,7 @@ class Kernel(ABC):
         """The same kernel with other tensors of the same names."""
         return self
 
-    def check(self, dim: int, query_heads: int, key_heads: int) -> None:
+    def check(self, dim: int, query_heads: int, key_heads: int) -> None:  # noqa: B027  (most kernels serve all)
         """Raise :class:`~mercer.InvalidArgument` if this kernel cannot serve such heads (unbound, other sizes)."""
 
 

@@ -7,6 +7,7 @@ The forms that carry a state then need no notion of a document, and every docume
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from mercer.core.state import CacheState, FeatureState, State
 from mercer.core.structures import Decay, Merged, Padding, merge
 from mercer.errors import InvalidArgument
-from mercer.forms.run import Call, run
+from mercer.forms.call import Call
+from mercer.forms.run import run
 
 
 def run_documents(call: Call) -> tuple[Tensor, State | None]:
@@ -44,7 +46,7 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
             query=_gather(call.query, index, len(members)),
             key=_gather(call.key, index, len(members)),
             value=_gather(call.value, index, len(members)),
-            normalizer=call.normalizer.map_tokens(lambda x: _gather(x, index, len(members))),
+            normalizer=call.normalizer.map_tokens(partial(_gather, index=index, count=len(members))),
             merged=_merged(call.merged, Padding(mask=real.repeat(batch, 1)), index, len(members)),
             state=None if call.state is None else call.state.select(entries),
         )

@@ -1,0 +1,58 @@
+"""A resolved call, and what a path makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mercer.core.kernels import Kernel
+from mercer.core.normalizers import Normalizer
+from mercer.core.state import State
+from mercer.core.structures import Merged
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A resolved call of :func:`mercer.attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kernel: Kernel
+    normalizer: Normalizer
+    merged: Merged
+    scale: float
+    state: State | None
+    return_state: bool
+    form: str
+    path: str
+    backend: str
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype of sums."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+
+class Rows(NamedTuple):
+    """Rows before they are normalised.
+
+    Attributes:
+        numerator: ``[B, Hq, Lq, Dv]``.
+        denominator: ``[B, Hq, Lq]``, or None if the normaliser needs none.
+        log_factor: the logarithm of what was taken out of each row, ``[B, Hq, Lq]``, or None.
+        state: what the call leaves behind, or None if nobody asked.
+    """
+
+    numerator: Tensor
+    denominator: Tensor | None
+    log_factor: Tensor | None
+    state: State | None
+
+
+def blank(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Zeros where a token is not there, so that whatever stands in the padding cannot leak, not even NaN."""
+    return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)

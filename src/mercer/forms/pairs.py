@@ -1,0 +1,98 @@
+"""The pairs path: scores of query-key pairs in any form, and the key/value cache that it leaves behind."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mercer.backends.causal import causal_softmax
+from mercer.backends.sdpa import sdpa
+from mercer.core.layout import Layout, Tokens, layout
+from mercer.core.normalizers import Sum
+from mercer.core.state import CacheState
+from mercer.errors import InvalidArgument
+from mercer.forms import log_features, recurrent
+from mercer.forms.call import Call, Rows
+from mercer.forms.dense import dense
+from mercer.forms.tiles import tiles
+
+
+def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> Rows:
+    """Rows of a call whose queries, keys and values (blanked where padded) are laid out by ``own``."""
+    past = None
+    if call.state is not None:
+        assert isinstance(call.state, CacheState)
+        past = _checked_cache(call, call.state, key, value)
+        key, value = torch.cat((past.keys, key), 2), torch.cat((past.values, value), 2)
+    view = layout(call.merged, own, None if past is None else past.past())
+    precision = call.precision
+    denominator = peak = row_factor = None
+    if call.backend == "numba":
+        numerator = causal_softmax(query.to(precision), key.to(precision), value.to(precision), call.scale)
+    else:
+        mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
+        mapped_key = call.kernel.scaled_key(key.to(precision), call.scale)
+        weighed = view
+        if call.kernel.log_features:
+            mapped_query, query_peak = log_features.lower(mapped_query)
+            mapped_key, key_peak = log_features.lower(mapped_key)
+            weighed, row_factor = log_features.weigh_pairs(view, key_peak, query_peak)
+        mapped = (mapped_query, mapped_key, value.to(precision))
+        if call.backend == "sdpa":
+            numerator = sdpa(*mapped, weighed)
+        else:
+            form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
+            numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.normalizer.needs_denominator)
+    if call.backend != "torch" and call.normalizer.needs_denominator and not isinstance(call.normalizer, Sum):
+        denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
+    after = _cache(call, own, view, key, value) if call.return_state else None
+    return Rows(numerator, denominator, peak if row_factor is None else row_factor, after)
+
+
+def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) -> CacheState:
+    for name, had, new in (("keys", state.keys, key), ("values", state.values, value)):
+        if had.shape[:2] != new.shape[:2] or had.shape[3] != new.shape[3] or had.dtype != new.dtype:
+            raise InvalidArgument(
+                f"The cache holds {name} {list(had.shape)} {had.dtype}; this call's are {list(new.shape)} "
+                f"{new.dtype}: batch, heads, dimension and dtype must agree."
+            )
+    if (state.log is None) != (call.merged.decay is None):
+        raise InvalidArgument(
+            "The cache was made " + ("without" if state.log is None else "with") + " Decay; continue it the same way."
+        )
+    kept = state.length.new_full((1,), state.keys.shape[2]) if state.valid is None else state.valid.sum(1)
+    left = call.merged.left
+    if bool(((kept < state.length) & (kept < (torch.inf if left is None else left))).any()):
+        raise InvalidArgument(
+            f"The cache was made under a window and keeps {int(kept.min())} tokens; this call would see "
+            f"{'all' if left is None else f'{left} tokens'} before: continue with the window it was made under."
+        )
+    return state
+
+
+def _cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) -> CacheState:
+    batch, total = call.query.shape[0], key.shape[2]
+    length = own.count.expand(batch).to(torch.int64)
+    if call.state is not None:
+        length = length + call.state.length
+    valid, log = view.key_valid, view.key_log
+    if log is not None and own.key_log is not None and own.key_log.shape[-1]:
+        log = log - own.key_log[..., -1:]
+    first = 0
+    if call.merged.left is not None:  # what the next query can still see: the last `left` real tokens of every row
+        if valid is None:
+            first = max(0, total - call.merged.left)
+        else:
+            behind = valid.flip(1).cumsum(1).flip(1)
+            first = int((behind > call.merged.left).sum(1).min())
+    if (
+        first or call.state is None
+    ):  # a value of its own: neither the caller's tensors nor a view that keeps what was dropped
+        key, value = key[:, :, first:].clone(), value[:, :, first:].clone()
+    return CacheState(
+        keys=key,
+        values=value,
+        length=length,
+        valid=None if valid is None else valid.expand(batch, -1)[:, first:].clone(),
+        log=None if log is None else log[..., first:].clone(),
+    )
