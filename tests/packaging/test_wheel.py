@@ -19,7 +19,10 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 ABSENT = ("numba", "tensorboard", "transformers", "sklearn", "pytest")
 
-OF_AN_EXTRA = {"mercer.backends.causal_kernels": ("llvmlite", "numba")}
+OF_AN_EXTRA = {
+    f"mercer.backends.{name}": ("llvmlite", "numba")
+    for name in ("causal_kernels", "microkernels", "polynomial_kernels", "polynomial_parts")
+}
 """Modules that are made of what an extra brings, and which of it; nothing imports them before it is found to be
 there.
 """

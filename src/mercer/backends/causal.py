@@ -8,16 +8,13 @@ at training lengths (docs/lab.md).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.first_order import first_order
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.normalizers import Normalizer
@@ -28,12 +25,6 @@ WIDEST = 128
 """Largest head dimension: four query rows of scores and their factors still fit the registers and the nearest cache."""
 LEAST_PAIRS = 1 << 20
 """Query-key pairs over all heads below which the kernels' start is not worth while (about a millisecond of work)."""
-
-
-@lru_cache
-def installed() -> bool:
-    """Whether Numba is there."""
-    return find_spec("numba") is not None
 
 
 def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
@@ -108,23 +99,5 @@ def _share(kernel: Callable[..., None], arrays: list[Any], key: Tensor, scale: f
     from mercer.backends.causal_kernels import workspace
 
     items = key.shape[0] * key.shape[1]
-    threads = max(1, min(torch.get_num_threads(), items))
-    cuts = [items * i // threads for i in range(threads + 1)]
-    scratch = torch.empty(threads, workspace(key.shape[2], key.shape[3])).numpy()
-
-    def part(i: int) -> None:
-        kernel(*arrays, scratch[i], cuts[i], cuts[i + 1], scale)
-
-    others = [_pool(os.getpid(), threads).submit(part, i) for i in range(1, threads)]
-    try:
-        part(0)
-    finally:
-        wait(others)
-    for other in others:
-        other.result()
-
-
-@lru_cache
-def _pool(_process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads that sleep between calls; a forked process makes its own."""
-    return ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="mercer-causal")
+    scratch = torch.empty(threads_for(items), workspace(key.shape[2], key.shape[3])).numpy()
+    share(items, lambda thread, start, stop: kernel(*arrays, scratch[thread], start, stop, scale))

@@ -54,7 +54,7 @@ class _Raise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, below: Tensor, degree: int) -> Tensor:
-        starts, weight = _table(x.shape[-1], degree)
+        starts, weight = raising_table(x.shape[-1], degree)
         out = x.new_empty(*x.shape[:-1], len(weight))
         for i, (start, stop) in enumerate(_runs(starts, below.shape[-1], len(weight))):
             torch.mul(x[..., i : i + 1], below[..., starts[i] :], out=out[..., start:stop])
@@ -66,7 +66,7 @@ class _Raise(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
         x, below = ctx.saved_tensors
-        starts, weight = _table(x.shape[-1], ctx.degree)
+        starts, weight = raising_table(x.shape[-1], ctx.degree)
         grad = grads[0] * weight.to(x)
         grad_x, grad_below = torch.empty_like(x), torch.zeros_like(below)
         for i, (start, stop) in enumerate(_runs(starts, below.shape[-1], len(weight))):
@@ -86,7 +86,7 @@ def _runs(starts: list[int], below: int, total: int) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=64)
-def _table(dim: int, degree: int) -> tuple[list[int], Tensor]:
+def raising_table(dim: int, degree: int) -> tuple[list[int], Tensor]:
     """For each i, where the monomials of degree - 1 with smallest coordinate i or more begin; and the factor of each
     new monomial.
 

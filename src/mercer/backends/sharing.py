@@ -1,0 +1,41 @@
+"""Sharing independent items over torch's number of threads, for kernels that release the interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+
+@lru_cache
+def installed() -> bool:
+    """Whether Numba is there."""
+    return find_spec("numba") is not None
+
+
+def threads_for(items: int) -> int:
+    """How many threads share some items: torch's number, at most one an item."""
+    return max(1, min(torch.get_num_threads(), items))
+
+
+def share(items: int, part: Callable[[int, int, int], None]) -> None:
+    """Run part(thread, start, stop) on an equal run of the items in each thread; an error in one is raised here."""
+    threads = threads_for(items)
+    cuts = [items * i // threads for i in range(threads + 1)]
+    others = [_pool(os.getpid(), threads).submit(part, i, cuts[i], cuts[i + 1]) for i in range(1, threads)]
+    try:
+        part(0, cuts[0], cuts[1])
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
+
+
+@lru_cache
+def _pool(_process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads that sleep between calls; a forked process makes its own."""
+    return ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="mercer")
