@@ -190,12 +190,33 @@ def test_rows_that_see_nothing_are_zero(norm: Normalizer, structure: Structure, 
     assert not expected[:, :, :6].any()
 
 
+@pytest.mark.parametrize("path", ["pairs", "features"])
+@pytest.mark.parametrize("width", [None, 2])
+def test_gates_of_absent_tokens_do_not_matter(path: str, width: int | None, generator: torch.Generator):
+    """Not even NaN, neither forwards nor in gradients; that of a real token comes out as NaN, without a wrong cause."""
+    shape = cells.Shape()
+    given, mask = cells.inputs(shape, generator), cells.masks(shape)
+    size = (2, 4, 7) if width is None else (2, 4, 7, width)
+    gate = torch.randn(size, generator=generator, dtype=torch.float64)
+    spoilt = gate.transpose(1, 2).masked_fill(~mask.view(2, 7, *[1] * (len(size) - 2)), torch.nan).transpose(1, 2)
+    outs, grads = [], []
+    for x in (gate, spoilt):
+        leaf = x.clone().requires_grad_()
+        structure = Causal() & Padding(mask)
+        out = attention(*given.qkv, kernel=Elu(), normalizer=SigmoidGate(leaf), structure=structure, path=path)
+        outs.append(out)
+        grads.append(cells.gradients(out, given.cotangent, [*given.qkv, leaf]))
+    assert torch.equal(*outs)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert bool(torch.isnan(attention(*given.qkv, normalizer=SigmoidGate(spoilt))).any())
+
+
 def test_bad_arguments_are_named():
     q = torch.ones(2, 4, 3, 2)
     for minimum in (0, -1.0, float("inf"), float("nan"), True, "1"):
         with pytest.raises(InvalidArgument, match="minimum must be a positive finite number"):
             Clamped(minimum)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InvalidArgument, match=r"gate must be \[2, 4, 3\] or \[2, 4, 3, 2\].*not \[2, 4, 1\]"):
+    with pytest.raises(InvalidArgument, match=r"gate must be a tensor \[2, 4, 3\] or \[2, 4, 3, 2\].*not one of shape \[2, 4, 1\]"):
         attention(q, q, q, normalizer=SigmoidGate(torch.ones(2, 4, 1)))
     with pytest.raises(InvalidArgument, match=r"gate must be a tensor .* not None"):
         attention(q, q, q, normalizer=SigmoidGate())

@@ -135,13 +135,18 @@ class SigmoidGate(Normalizer):
         gate = None if self.gate is None else select(self.gate)
         return replace(self, gate=gate, inner=self.inner.map_tokens(select))
 
-    def _gated(self, out: Tensor) -> Tensor:
-        if self.gate is None:
-            raise InvalidArgument("SigmoidGate: gate must be a tensor [B, Hq, L] or [B, Hq, L, Dv] here, not None.")
-        if self.gate.shape not in (out.shape, out.shape[:-1]):
+    def check(self, batch: int, heads: int, length: int, value_dim: int) -> None:
+        rows = (batch, heads, length)
+        found = None if self.gate is None else tuple(self.gate.shape)
+        if found not in (rows, (*rows, value_dim)):
+            given = "None" if found is None else f"one of shape {list(found)}"
             raise InvalidArgument(
-                f"SigmoidGate: gate must be {list(out.shape[:-1])} or {list(out.shape)} ([B, Hq, L] or with Dv), not "
-                f"{list(self.gate.shape)}."
+                f"SigmoidGate: gate must be a tensor {list(rows)} or {[*rows, value_dim]} ([B, Hq, L] or with Dv), "
+                f"not {given}."
             )
+        self.inner.check(batch, heads, length, value_dim)
+
+    def _gated(self, out: Tensor) -> Tensor:
+        assert self.gate is not None  # see check
         gate = self.gate if self.gate.dim() == out.dim() else self.gate.unsqueeze(-1)
         return out * gate.to(out.dtype).sigmoid()

@@ -60,6 +60,9 @@ class Normalizer(ABC):
             denominator = denominator * factor
         return self.apply(numerator, denominator)
 
+    def check(self, batch: int, heads: int, length: int, value_dim: int) -> None:  # noqa: B027
+        """Raise :class:`~mercer.InvalidArgument` if this normaliser's tensors do not fit ``[B, Hq, L, Dv]``."""
+
     def map_tokens(self, select: Callable[[Tensor], Tensor]) -> Self:
         """This normaliser with ``select`` done to each of its tensors that has an entry per token, ``[B, Hq, L, *]``.
 

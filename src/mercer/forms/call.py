@@ -55,4 +55,7 @@ class Rows(NamedTuple):
 
 def blank(x: Tensor, valid: Tensor | None) -> Tensor:
     """Zeros where a token is not there, so that whatever stands in the padding cannot leak, not even NaN."""
-    return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
+    if valid is None:
+        return x
+    hidden = ~valid.unsqueeze(1)
+    return x.masked_fill(hidden if x.dim() == 3 else hidden.unsqueeze(-1), 0)

@@ -32,10 +32,11 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
     if call.normalizer.needs_count:
         past = None if call.state is None else call.state.length
         denominator = keys_seen(call.merged, own, past, numerator.dtype)
-    if log_factor is None or call.normalizer.scale_invariant:
-        out = call.normalizer.apply(numerator, denominator)
+    normalizer = call.normalizer.map_tokens(lambda x: blank(x, own.query_valid))
+    if log_factor is None or normalizer.scale_invariant:
+        out = normalizer.apply(numerator, denominator)
     else:
-        out = call.normalizer.apply_factored(numerator, denominator, log_factor)
+        out = normalizer.apply_factored(numerator, denominator, log_factor)
     if out.shape != numerator.shape:
         raise InvalidArgument(
             f"{call.normalizer} returned {list(out.shape)} for a numerator {list(numerator.shape)}: apply must keep "
@@ -56,6 +57,7 @@ def _explain(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor)
     given = [query, key, value]
     if call.state is not None:
         given += [t for t in call.state.tensors().values() if t.is_floating_point()]
+    call.normalizer.map_tokens(lambda x: given.append(x) or x)
     if all(bool(torch.isfinite(t).all()) for t in given) and not bool(torch.isfinite(out).all()):
         largest = call.scale * (query.double().norm(dim=-1).amax() * key.double().norm(dim=-1).amax()).item()
         raise NonFinite(
