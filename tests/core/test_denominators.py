@@ -216,7 +216,9 @@ def test_bad_arguments_are_named():
     for minimum in (0, -1.0, float("inf"), float("nan"), True, "1"):
         with pytest.raises(InvalidArgument, match="minimum must be a positive finite number"):
             Clamped(minimum)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InvalidArgument, match=r"gate must be a tensor \[2, 4, 3\] or \[2, 4, 3, 2\].*not one of shape \[2, 4, 1\]"):
+    with pytest.raises(
+        InvalidArgument, match=r"gate must be a tensor \[2, 4, 3\] or \[2, 4, 3, 2\].*not one of shape \[2, 4, 1\]"
+    ):
         attention(q, q, q, normalizer=SigmoidGate(torch.ones(2, 4, 1)))
     with pytest.raises(InvalidArgument, match=r"gate must be a tensor .* not None"):
         attention(q, q, q, normalizer=SigmoidGate())
