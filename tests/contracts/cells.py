@@ -49,6 +49,7 @@ OTHER_NORMALIZERS = (
 )  # fmt: skip
 """Walked under fewer kernels: they share the sums of the first four, and differ in what is done with them."""
 FEW_KERNELS = ("exp", "taylor3-signed", "elu")
+WALKED = [(k, n) for k in KERNELS for n in NORMALIZERS] + [(k, n) for k in FEW_KERNELS for n in OTHER_NORMALIZERS]
 
 CELLS = [(f, p) for f in ("dense", "chunked", "recurrent") for p in ("pairs", "features")]
 """Every form by every path."""

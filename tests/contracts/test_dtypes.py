@@ -15,15 +15,14 @@ LAID = ("full", "causal", "padding-causal", "window", "documents-causal", "alibi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("normalizer", cells.NORMALIZERS)
-@pytest.mark.parametrize("kernel", cells.KERNELS)
+@pytest.mark.parametrize(("kernel", "normalizer"), cells.WALKED)
 def test_dtype(
     kernel: str, normalizer: str, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ):
     chosen = cells.KERNELS[kernel]
-    shape = SHAPE
+    shape = SHAPE.under(normalizer)
     # Every structure under every kernel is the table's affair; here they take turns, all of them within each dtype.
-    turn = list(cells.KERNELS).index(kernel) * len(cells.NORMALIZERS) + cells.NORMALIZERS.index(normalizer)
+    turn = cells.WALKED.index((kernel, normalizer))
     name = LAID[(turn + turn // len(LAID)) % len(LAID)]
     norm, leaves = cells.normalizer(normalizer, shape, generator)
     laid = cells.structures(shape, generator)[name]

@@ -89,7 +89,7 @@ def test_one_sequence_alone_and_padded_everywhere(kernel: Kernel, causal: bool, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("normalizer", cells.NORMALIZERS)
+@pytest.mark.parametrize("normalizer", cells.NORMALIZERS + cells.OTHER_NORMALIZERS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_an_empty_row_gives_zeros_and_finite_gradients(
     kernel: Kernel, normalizer: str, dtype: torch.dtype, generator: torch.Generator
