@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
+    from mercer.core.feature_maps import Dpfp, ExpFeatures
+    from mercer.core.feature_variance import feature_mean, feature_variance
     from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
+    from mercer.core.learned_maps import Hedgehog, MlpFeatures, matching_loss
     from mercer.core.names import attention_name, parse_attention
     from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+    from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
     from mercer.core.state import CacheState, FeatureState, State
     from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
     from mercer.errors import Interrupted, InvalidArgument, MercerError, NonFinite, StorageError, Unsupported
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "mercer.core.denominators": ("Clamped", "Detached", "Length", "SigmoidGate"),
+    "mercer.core.feature_maps": ("Dpfp", "ExpFeatures"),
+    "mercer.core.feature_variance": ("feature_mean", "feature_variance"),
+    "mercer.core.learned_maps": ("Hedgehog", "MlpFeatures", "matching_loss"),
+    "mercer.core.random_features": ("PositiveRandomFeatures", "TrigonometricRandomFeatures"),
     "mercer.core.kernels": ("Cosine", "Elu", "Exp", "Gaussian", "Kernel", "Power", "Relu", "Taylor"),
     "mercer.core.names": ("attention_name", "parse_attention"),
     "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Standardize", "Sum"),
@@ -49,11 +57,14 @@ __all__ = [
     "Decay",
     "Detached",
     "Documents",
+    "Dpfp",
     "Elu",
     "Exp",
+    "ExpFeatures",
     "FeatureState",
     "Full",
     "Gaussian",
+    "Hedgehog",
     "Identity",
     "Interrupted",
     "InvalidArgument",
@@ -61,9 +72,11 @@ __all__ = [
     "KernelRegression",
     "Length",
     "MercerError",
+    "MlpFeatures",
     "NonFinite",
     "Normalizer",
     "Padding",
+    "PositiveRandomFeatures",
     "Power",
     "Relu",
     "SigmoidGate",
@@ -73,12 +86,16 @@ __all__ = [
     "Structure",
     "Sum",
     "Taylor",
+    "TrigonometricRandomFeatures",
     "Unsupported",
     "Window",
     "__version__",
     "attention",
     "attention_name",
+    "feature_mean",
+    "feature_variance",
     "kernel_regression",
+    "matching_loss",
     "parse_attention",
     "plan",
 ]

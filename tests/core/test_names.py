@@ -1,10 +1,14 @@
 """Names of attentions: a closed registry, both ways."""
 
 import pytest
+from tests.contracts import cells
 
+from mercer.core.feature_maps import ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Relu, Taylor
+from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.names import ALIASES, KERNELS, NORMALIZERS, attention_name, parse_attention
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.errors import InvalidArgument
 
 
@@ -23,6 +27,17 @@ from mercer.errors import InvalidArgument
         "cosine-signed",
         "power2",
         "power3-signed",
+        "favor7",
+        "hyperbolic8",
+        "trig8",
+        "trig8-signed",
+        "rfa16",
+        "rfa16-signed",
+        "dpfp3",
+        "expfeatures",
+        "hedgehog",
+        "mlp8",
+        "learnedrelu8",
     ],
 )
 def test_names_come_back(word: str, ending: str):
@@ -70,19 +85,43 @@ def test_what_names_mean(name: str, kernel: Kernel, normalizer: type[Normalizer]
         "os.system-sum",
         "taylor2.5-sum",
         "power0-sum",
+        "favor-sum",
+        "favor0-sum",
+        "favor8-signed-sum",
+        "hedgehog4-sum",
     ],
 )
 def test_unknown_names_are_refused_with_what_is_allowed(name: str):
     with pytest.raises(InvalidArgument) as error:
         parse_attention(name)
-    if name != "power0-sum":
+    if name not in ("power0-sum", "favor0-sum"):
         assert repr(name) in str(error.value)
         for allowed in (*ALIASES, *NORMALIZERS):
             assert allowed in str(error.value)
 
 
 def test_the_registry_covers_every_kernel():
-    assert {Exp, Taylor, Elu, Relu, Cosine, Power} <= set(KERNELS.values())
+    assert {type(k) for k in cells.KERNELS.values()} <= set(KERNELS.values())
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        PositiveRandomFeatures(8, seed=1),
+        PositiveRandomFeatures(8, plain=True),
+        PositiveRandomFeatures(8).redraw(),
+        PositiveRandomFeatures(8).bind(4, 1, 1),
+        TrigonometricRandomFeatures(8, norms="sqrt"),
+        ExpFeatures(negation=True),
+        Hedgehog(width=3),
+        Hedgehog().bind(4, 1, 1),
+        MlpFeatures(8, hidden=4),
+    ],
+    ids=str,
+)
+def test_settings_that_no_name_carries_are_refused(kernel: Kernel):
+    with pytest.raises(InvalidArgument, match="a name carries neither tensors nor settings"):
+        attention_name(kernel, Sum())
 
 
 def test_parts_without_a_name():

@@ -16,6 +16,7 @@ from torch import Tensor
 from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+from mercer.core.reference_maps import literal_features
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
 from mercer.errors import Unsupported
 
@@ -100,6 +101,9 @@ def kernel_value(kernel: Kernel, query: Tensor, key: Tensor, scale: float) -> Te
         return torch.where(norms > 0, scale * (query * key).sum(-1) / torch.where(norms > 0, norms, 1.0), 0.0)
     if isinstance(kernel, Gaussian):
         return (-scale * (query - key).square().sum(-1) / 2).exp()
+    phi_query, phi_key = (literal_features(kernel, x, scale, s) for x, s in ((query, "query"), (key, "key")))
+    if phi_query is not None and phi_key is not None:
+        return (phi_query * phi_key).sum(-1)
     score = scale * (query * key).sum(-1)
     if isinstance(kernel, Exp):
         return score.exp()
@@ -115,7 +119,10 @@ def kernel_value(kernel: Kernel, query: Tensor, key: Tensor, scale: float) -> Te
 
 
 def monomial_features(kernel: Kernel, key: Tensor) -> Tensor:
-    """phi(k) as listed by the kernel's formula: ``[..., D] -> [..., F]``."""
+    """phi(k) as listed by the kernel's formula, at the kernel's own scale: ``[..., D] -> [..., F]``."""
+    phi = literal_features(kernel, key, kernel.default_scale(key.shape[-1]), "key")
+    if phi is not None:
+        return phi
     if isinstance(kernel, Elu):
         return _elu_plus_one(key)
     if isinstance(kernel, Relu):
