@@ -36,7 +36,7 @@ def test_json_round_trip_and_hash():
         ({"vocab_size": 10, "attention": ["softmax", "power1-sum"]}, "or power1-signed-sum"),
         ({"vocab_size": 10, "attention": "cosine-sum"}, "use cosine-l2, cosine-rms, or cosine-signed-sum"),
         ({"vocab_size": 10, "seed": -1}, "seed: Input should be greater than or equal to 0"),
-        ({"vocab_size": 10, "gain": "head"}, "normaliser is L2 or RMS"),
+        ({"vocab_size": 10, "gain": "head"}, "normaliser is L2, RMS or layernorm"),
         ({"vocab_size": 10, "gain_init": 0.5}, "gain_init needs gain"),
         ({"vocab_size": 10, "layers": 0}, "layers"),
         ({"vocab_size": 10, "position": "polar"}, "position"),

@@ -94,7 +94,7 @@ def test_tensors_must_be_exactly_those_of_the_model(folder, change, sentence):
     [
         ({"wings": 2}, "wings: no such key"),
         ({"layers": 3}, "is not the configuration"),
-        ({"attention": "softmax"}, "L2 or RMS"),
+        ({"attention": "softmax"}, "L2, RMS or layernorm"),
         ({"rope_base": 500.0}, "is not the configuration"),  # no shape would have told
     ],
 )

@@ -67,7 +67,7 @@ class ModelConfig(BaseModel):
     repeated over the layers: ["elu-sum", "elu-sum", "elu-sum", "softmax"] makes every fourth layer softmax. At most as
     many names as layers, each of an attention that can be computed (not "taylor3-sum", whose denominator may be 0)."""
     gain: Literal["none", "head", "channel"] = "none"
-    """Learned gain on the output of the layers whose normaliser is L2 or RMS; at least one layer must be."""
+    """Learned gain on the output of the layers whose normaliser is L2, RMS or layernorm; at least one must be."""
     gain_init: float | None = None
     """Where the gains start; None: 1, which changes nothing at first. Only with a gain."""
     attention_scale: float | None = None
@@ -107,7 +107,7 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        from mercer.core.normalizers import L2, RMS
+        from mercer.core.normalizers import L2, RMS, Standardize
 
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"dim {self.dim} is not a multiple of {self.heads} heads; set head_dim")
@@ -124,8 +124,10 @@ class ModelConfig(BaseModel):
                 f"attention has {len(self.pattern)} names for {count(self.layers, 'layer')}; name at most one a layer"
             )
         normalizers = [causal_attention(name)[1] for name in self.attentions]
-        if self.gain != "none" and not any(isinstance(n, L2 | RMS) for n in normalizers):
-            raise ValueError(f'gain "{self.gain}" needs a layer whose normaliser is L2 or RMS, such as "exp-l2"')
+        if self.gain != "none" and not any(isinstance(n, L2 | RMS | Standardize) for n in normalizers):
+            raise ValueError(
+                f'gain "{self.gain}" needs a layer whose normaliser is L2, RMS or layernorm, such as "exp-l2"'
+            )
         if self.gain == "none" and self.gain_init is not None:
             raise ValueError('gain_init needs gain "head" or "channel"')
         return self

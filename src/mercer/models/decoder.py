@@ -11,12 +11,13 @@ from mercer.core.state import State
 from mercer.core.structures import Causal, Window
 from mercer.errors import InvalidArgument
 from mercer.models.config import ModelConfig
-from mercer.models.initial import initialise
-from mercer.nn.attention import Attention, takes_gain
+from mercer.models.initial import generator_of, initialise
+from mercer.nn.attention import Attention
 from mercer.nn.block import Block
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.loss import default_block, linear_cross_entropy
 from mercer.nn.norms import LayerNorm, RMSNorm
+from mercer.nn.options import takes_gain
 from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
 from mercer.nn.rotary import Rotary
 
@@ -41,7 +42,7 @@ class DecoderLM(nn.Module):
             elif config.position == "sinusoidal":
                 self.positions = Sinusoidal(config.dim)
             rotary = Rotary(config.head_size, base=config.rope_base) if config.position == "rotary" else None
-            self.blocks = nn.ModuleList(_block(config, name, rotary) for name in config.attentions)
+            self.blocks = nn.ModuleList(_block(config, layer, rotary) for layer in range(config.layers))
             self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
             tied = config.tie_embeddings
             self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -161,8 +162,8 @@ class DecoderLM(nn.Module):
         return linear_cross_entropy(hidden, weight, targets, block=block, reduction=reduction)
 
 
-def _block(config: ModelConfig, name: str, rotary: Rotary | None) -> Block:
-    kernel, normalizer = parse_attention(name)
+def _block(config: ModelConfig, layer: int, rotary: Rotary | None) -> Block:
+    kernel, normalizer = parse_attention(config.attentions[layer])
     attention = Attention(
         config.dim,
         config.heads,
@@ -177,6 +178,7 @@ def _block(config: ModelConfig, name: str, rotary: Rotary | None) -> Block:
         gain=config.gain if takes_gain(normalizer) else "none",
         gain_init=1.0 if config.gain_init is None else config.gain_init,
         bias=config.bias,
+        generator=generator_of(config.seed, f"blocks.{layer}.attention.kernel_tensors"),
     )
     feedforward = FeedForward(config.dim, config.hidden, kind=config.feedforward, bias=config.bias)
     return Block(attention, feedforward, _norm(config), _norm(config), norm_position=config.norm_position)

@@ -8,16 +8,21 @@ from torch import Tensor, nn
 from mercer.nn.positions import LearnedPositions
 
 
-def draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
-    """N(0, std^2) in float32 from a generator of its own, seeded by SHA-256 of the seed and the name."""
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """A generator seeded by SHA-256 of the seed and the name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randn(shape, generator=generator) * std
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
+    """N(0, std^2) in float32 from a generator of its own."""
+    return torch.randn(shape, generator=generator_of(seed, name)) * std
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, *, std: float, seed: int, residual_outputs: int) -> None:
-    """Draw every matrix of linear layers, embeddings and learned positions; biases become 0, norms and gains stay.
+    """Draw every matrix of linear layers, embeddings and learned positions; biases become 0, norms, gains and the
+    tensors of kernels stay (those were drawn, from the same seed, when the kernel was bound).
 
     Linear layers named "output" write into the residual stream and get std / sqrt(residual_outputs) (GPT-2's rule), so
     that the stream's variance does not grow with depth.

@@ -1,21 +1,20 @@
 """The attention layer: projections around any kernel, normaliser and structure."""
 
-import dataclasses
 from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from mercer.core.kernels import Exp, Kernel
-from mercer.core.normalizers import L2, RMS, Normalizer, Sum
+from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import State
-from mercer.core.structures import Alibi, Causal, Documents, Padding, Structure, merge
+from mercer.core.structures import Alibi, Causal, Decay, Documents, Padding, Structure, merge
 from mercer.errors import InvalidArgument
+from mercer.nn.kernel_tensors import KernelTensors
+from mercer.nn.options import filled, gate_size, per_head
 from mercer.nn.positions import alibi_slopes, token_positions
 from mercer.nn.rotary import Rotary, heads_per_run, split_and_turn
 from mercer.ops import attention
-
-GAINS = ("none", "head", "channel")
 
 
 class Attention(nn.Module):
@@ -27,8 +26,18 @@ class Attention(nn.Module):
     multi-query; between: grouped). head_dim: default dim / heads. kernel, normalizer, structure, scale, form and path
     are those of `mercer.attention`; default causal softmax. rotary: turns queries and keys by their positions, which
     count real tokens only, start anew in each packed document and go on from the state. alibi: adds the standard
-    slopes of ALiBi to the structure. gain: a learned factor on the output of L2 or RMS, "head" (one a head) or
-    "channel" (one a head and channel), which starts at `gain_init`. bias: adds biases to both projections.
+    slopes of ALiBi to the structure. gain: a learned factor on the output of L2, RMS or Standardize, "head" (one a
+    head) or "channel" (one a head and channel), which starts at `gain_init`; shift: the same for Standardize's bias,
+    which starts at 0. gate: SigmoidGate's gates are x W_gate, one a "channel" (the default) or one a "head". bias: adds
+    biases to all of these projections.
+
+    A kernel that carries tensors (random directions, learned maps) is bound to this layer's heads: `kernel_tensors`
+    has them as parameters or buffers, saved and moved with the layer. generator: draws them, and nothing else; without
+    one a kernel of random features has the directions of its own seed, the same in every layer.
+
+    recency: a gate g = sigmoid(x W_recency + b) for each key head and token, b 0 at first, weighs the past:
+    S_j = g_j S_{j-1} + (1 - g_j) phi(k_j) v_j^T (Peng et al. 2021, arXiv 2103.02143), and likewise for pairs. Needs a
+    causal structure.
     """
 
     def __init__(
@@ -46,9 +55,13 @@ class Attention(nn.Module):
         alibi: bool = False,
         gain: str = "none",
         gain_init: float = 1.0,
+        shift: str = "none",
+        gate: str | None = None,
+        recency: bool = False,
         bias: bool = False,
         form: str = "auto",
         path: str = "auto",
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -63,24 +76,35 @@ class Attention(nn.Module):
         self.head_dim = dim // heads if head_dim is None else head_dim
         if rotary is not None and rotary.dim != self.head_dim:
             raise InvalidArgument(f"rotary turns {rotary.dim} channels but a head has {self.head_dim}")
-        self.kernel = Exp() if kernel is None else kernel
+        self._kernel = Exp() if kernel is None else kernel
+        bound = self._kernel.bind(self.head_dim, heads, kv_heads, generator)
+        self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
         self.normalizer = Sum() if normalizer is None else normalizer
         self.structure = Causal() if structure is None else structure
         self.scale, self.form, self.path, self.rotary = scale, form, path, rotary
         self.slopes = alibi_slopes(heads) if alibi else None  # no buffer: a change of the model's dtype would round it
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim, bias=bias)
         self.output = nn.Linear(heads * self.head_dim, dim, bias=bias)
-        self.gain = self._make_gain(gain, gain_init)
+        self.gain = per_head("gain", gain, gain_init, self.normalizer, heads, self.head_dim)
+        self.shift = per_head("shift", shift, 0.0, self.normalizer, heads, self.head_dim)
+        gates = gate_size(gate, self.normalizer, self.head_dim)
+        self.gate = nn.Linear(dim, heads * gates, bias=bias) if gates else None
+        self.recency = nn.Linear(dim, kv_heads) if recency else None
+        if recency:
+            merge(self.structure & Decay(torch.ones(1), complement=True))  # says at once if the structure cannot decay
 
-    def _make_gain(self, gain: str, start: float) -> nn.Parameter | None:
-        if gain not in GAINS:
-            raise InvalidArgument(f"gain must be one of {', '.join(GAINS)}, got {gain!r}")
-        if gain == "none":
-            return None
-        if not takes_gain(self.normalizer):
-            raise InvalidArgument(f"a learned gain goes with the normalisers L2 and RMS, not with {self.normalizer}")
-        shape = (self.heads,) if gain == "head" else (self.heads, self.head_dim)
-        return nn.Parameter(torch.full(shape, float(start)))
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of the next call, with its tensors as they are now."""
+        return self._kernel if self.kernel_tensors is None else self.kernel_tensors.kernel()
+
+    def redraw(self, seed: int | None = None) -> None:
+        """Draw random features anew: the next draw of their seed, or the first of `seed`. In place; states made before
+        are refused afterwards, since their features are others.
+        """
+        if self.kernel_tensors is None:
+            raise InvalidArgument(f"redraw is for random features, and {self._kernel} has none")
+        self.kernel_tensors.redraw(seed)
 
     @overload
     def forward(
@@ -125,16 +149,16 @@ class Attention(nn.Module):
             used = used & Alibi(self.slopes.to(x.device))
         if padding is not None:
             used = used & Padding(padding)
+        if self.recency is not None:
+            used = used & Decay(log_rate=self._log_rates(self.recency(x), padding), complement=True)
         q, k, v = self._project(x, padding, merge(used).documents, state)
-        normalizer = self.normalizer
-        if self.gain is not None:
-            normalizer = dataclasses.replace(normalizer, gain=self.gain)  # pyright: ignore[reportCallIssue]
+        gate = None if self.gate is None else self._gates(self.gate(x))
         result = attention(
             q,
             k,
             v,
             kernel=self.kernel,
-            normalizer=normalizer,
+            normalizer=filled(self.normalizer, gate, self.gain, self.shift),
             structure=used,
             scale=self.scale,
             state=state,
@@ -170,13 +194,18 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in parts)
         return q, k, v
 
+    def _log_rates(self, logits: Tensor, padding: Tensor | None) -> Tensor:
+        """log sigmoid of the recency gates' logits [B, L, kv_heads], as [B, kv_heads, L]; 0 where a token is not."""
+        logs = nn.functional.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32))).transpose(1, 2)
+        return logs if padding is None else logs.masked_fill(~padding.unsqueeze(1), 0)
+
+    def _gates(self, gates: Tensor) -> Tensor:
+        """[B, L, heads n] as [B, heads, L, n], or [B, heads, L] for one a head."""
+        split = gates.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        return split.squeeze(-1) if split.shape[-1] == 1 else split
+
     def extra_repr(self) -> str:
         return (
             f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
-            f"kernel={self.kernel}, normalizer={self.normalizer}, structure={self.structure}, scale={self.scale}"
+            f"kernel={self._kernel}, normalizer={self.normalizer}, structure={self.structure}, scale={self.scale}"
         )
-
-
-def takes_gain(normalizer: Normalizer) -> bool:
-    """Whether a normaliser can carry a learned gain."""
-    return isinstance(normalizer, L2 | RMS)

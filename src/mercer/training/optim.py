@@ -25,8 +25,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: matrices, but not gains, which are scales even where each channel has its own."""
-    return parameter.ndim >= 2 and name.rpartition(".")[2] != "gain"
+    """Whether weight decay applies: matrices, but not gains and shifts, which are vectors even where each channel has
+    one of its own, and not a kernel's learned map, which 0 would make constant: all pairs of tokens equally similar.
+    """
+    path = name.split(".")
+    return parameter.ndim >= 2 and path[-1] not in ("gain", "shift") and "kernel_tensors" not in path
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[torch.optim.AdamW, str]:

@@ -1,0 +1,62 @@
+"""The tensors of a kernel as parameters or buffers of a module: trained, saved, moved and drawn again with it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mercer.core.kernels import Kernel
+from mercer.core.random_features import RandomFeatures
+from mercer.errors import InvalidArgument
+
+
+class KernelTensors(nn.Module):
+    """What `Kernel.tensors` lists of a bound kernel, under those names: parameters of a learned map, buffers otherwise.
+
+    Buffers keep their dtype when the module's changes: directions rounded to bfloat16 would be others, and with them
+    every feature. Random features also save their seed and the number of their draw, so that a loaded module draws on
+    from where the saved one was.
+    """
+
+    drawn: Tensor
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self._bound = kernel
+        self.names = tuple(kernel.tensors())
+        for name, tensor in kernel.tensors().items():
+            own = tensor.detach().clone()  # two layers made of one bound kernel do not share its tensors
+            if kernel.learned:
+                self.register_parameter(name, nn.Parameter(own))
+            else:
+                self.register_buffer(name, own)
+        if isinstance(kernel, RandomFeatures):
+            if max(kernel.seed, kernel.draw) >= 2**63:
+                raise InvalidArgument(f"a seed that is saved with a module must be below 2^63, not {kernel.seed}")
+            self.register_buffer("drawn", torch.tensor([kernel.seed, kernel.draw]))
+
+    def kernel(self) -> Kernel:
+        """The kernel with the tensors as they are now."""
+        return self._bound.with_tensors({name: getattr(self, name) for name in self.names})
+
+    @torch.no_grad()
+    def redraw(self, seed: int | None = None) -> None:
+        """New directions: the next draw of the seed that they came from, or the first of `seed`."""
+        if not isinstance(self._bound, RandomFeatures):
+            raise InvalidArgument(f"redraw is for random features, and {self._bound} has none")
+        was, draw = self.drawn.tolist()
+        now = self._bound.with_tensors({"directions": self.directions})
+        new = dataclasses.replace(now, seed=was, draw=draw).redraw(seed)
+        self.directions.copy_(new.tensors()["directions"])
+        self.drawn.copy_(torch.tensor([new.seed, new.draw]))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before: dict[str, Any] = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
