@@ -106,7 +106,7 @@ def attention(
         query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path, backend
     )
     factor = kernel.default_scale(query.shape[-1]) if scale is None else float(scale)
-    normalizer.check(*query.shape[:3], value.shape[-1])
+    normalizer.check(query.shape[0], query.shape[1], query.shape[2], value.shape[-1])
     call = Call(
         query,
         key,
