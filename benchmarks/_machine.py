@@ -59,7 +59,7 @@ class Limits:
 
 
 def measure(dtypes: tuple[str, ...], device: torch.device, repeats: int = 5, quick: bool = False) -> Limits:
-    """The rates of ``repeats`` tries each, the best of them; ``quick`` takes the smallest product and a small buffer."""
+    """The best of ``repeats`` tries each; ``quick`` takes the smallest product and a small buffer."""
     kind = "cpu" if device.type == "cpu" else "other"
     found = Limits()
     for name in dtypes:
