@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
+from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
-from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Merged, Padding, Structure, Window, merge
 from mercer.core.support import FORMS, PATHS, unsupported
 
@@ -20,7 +21,12 @@ KERNELS: dict[str, list[Kernel]] = {
 }
 FINITE: list[Kernel] = [k for kernels in KERNELS.values() for k in kernels if k.feature_dim(1) is not None]
 EVERY: list[Kernel] = [k for kernels in KERNELS.values() for k in kernels]
-NORMALIZERS: dict[str, Normalizer] = {"`Sum`": Sum(), "`L2`": L2(), "`RMS`": RMS(), "`Identity`": Identity()}
+NORMALIZERS: dict[str, list[Normalizer]] = {
+    "`Sum`, `Detached`": [Sum(), Detached()],
+    "`L2`, `RMS`, `Standardize`": [L2(), RMS(), Standardize()],
+    "`Clamped`": [Clamped()],
+    "`Length`, `Identity`, `SigmoidGate`": [Length(), Identity(), SigmoidGate()],
+}
 _ONE = torch.ones(1)
 STRUCTURES: dict[str, Structure] = {
     "`Full`": Full(),
@@ -49,8 +55,8 @@ def stateful(kernels: list[Kernel], merged: Merged, path: str) -> str:
     return "yes" if works.pop() else "-"
 
 
-def normaliser(kernels: list[Kernel], normalizer: Normalizer) -> str:
-    works = {unsupported(k, normalizer, merge(Causal()), "chunked", "pairs") is None for k in kernels}
+def normaliser(kernels: list[Kernel], normalizers: list[Normalizer]) -> str:
+    works = {unsupported(k, n, merge(Causal()), "chunked", "pairs") is None for k in kernels for n in normalizers}
     assert len(works) == 1
     return "yes" if works.pop() else "with `signed=True`"
 
@@ -85,6 +91,9 @@ def page() -> Iterator[str]:
     yield "|---" * (len(NORMALIZERS) + 1) + "|"
     for name, kernels in KERNELS.items():
         yield f"| {name} | " + " | ".join(normaliser(kernels, n) for n in NORMALIZERS.values()) + " |"
+    yield ""
+    yield "`SigmoidGate(gate, inner)` works where its inner normaliser does. torch's fused attention and the Numba kernels"
+    yield "serve `Sum`, `L2`, `RMS`, `Standardize` and gates around them, not `Detached`, whose gradient is another."
 
 
 def text() -> str:
