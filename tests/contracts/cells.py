@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
+from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
+from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
 from mercer.forms import scan, tiles
 
@@ -32,7 +35,25 @@ KERNELS: dict[str, Kernel] = {
     "elu": Elu(),
     "relu": Relu(),
     "cosine-signed": Cosine(signed=True),
+    "favor": PositiveRandomFeatures(5),
 }
+
+FEATURE_KERNELS: dict[str, Kernel] = {
+    "favor-sqrt": PositiveRandomFeatures(4, norms="sqrt", orthogonal=False),
+    "favor-plain": PositiveRandomFeatures(4, plain=True),
+    "favor-hyperbolic": PositiveRandomFeatures(6, hyperbolic=True),
+    "trig-signed": TrigonometricRandomFeatures(32, signed=True),
+    "rfa-signed": TrigonometricRandomFeatures(32, unit=True, signed=True),
+    "dpfp1": Dpfp(),
+    "dpfp3": Dpfp(3),
+    "expfeatures": ExpFeatures(),
+    "expfeatures-negation": ExpFeatures(negation=True),
+    "hedgehog": Hedgehog(),
+    "hedgehog-narrow": Hedgehog(width=2),
+    "mlp": MlpFeatures(3, hidden=4),
+    "learnedrelu": MlpFeatures(5),
+}
+"""Kernels that are defined by their features, walked under fewer structures than the others."""
 
 UNSIGNED: dict[str, Kernel] = {
     "taylor1": Taylor(1),
@@ -49,6 +70,7 @@ OTHER_NORMALIZERS = (
 )  # fmt: skip
 """Walked under fewer kernels: they share the sums of the first four, and differ in what is done with them."""
 FEW_KERNELS = ("exp", "taylor3-signed", "elu")
+FEW_STRUCTURES = ("causal", "padding-causal", "documents-causal", "decay-token-query-heads", "everything")
 WALKED = [(k, n) for k in KERNELS for n in NORMALIZERS] + [(k, n) for k in FEW_KERNELS for n in OTHER_NORMALIZERS]
 
 CELLS = [(f, p) for f in ("dense", "chunked", "recurrent") for p in ("pairs", "features")]
@@ -93,6 +115,19 @@ class Inputs:
         return Inputs(q, k, v, self.cotangent.double())
 
 
+def kernel(name: str, shape: Shape, generator: torch.Generator) -> tuple[Kernel, dict[str, Tensor]]:
+    """A kernel by name, with weights for the shape's heads if it learns them, and those, its leaves."""
+    made = (KERNELS | FEATURE_KERNELS)[name]
+    if not made.learned:
+        return made, {}
+    bound = made.bind(shape.dim, shape.heads, shape.key_heads)
+    leaves = {
+        n: (0.7 * torch.randn(w.shape, generator=generator, dtype=torch.float64) + 0.2).requires_grad_()
+        for n, w in bound.tensors().items()
+    }
+    return bound.with_tensors(leaves), leaves
+
+
 def inputs(
     shape: Shape,
     generator: torch.Generator,
@@ -110,7 +145,7 @@ def inputs(
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
     if positive is None:
-        positive = kernel is not None and (not kernel.positive or isinstance(kernel, Power))
+        positive = kernel is not None and (not kernel.positive or isinstance(kernel, Power | Dpfp))
     q, k = (
         draw(shape.batch, shape.heads, shape.queries, shape.dim),
         draw(shape.batch, shape.key_heads, shape.keys, shape.dim),

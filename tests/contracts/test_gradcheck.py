@@ -20,12 +20,13 @@ SHAPE = cells.Shape(batch=1, heads=2, key_heads=1, queries=3, keys=3, dim=2, val
 @pytest.mark.parametrize(
     "normalizer", [*cells.NORMALIZERS, *(n for n in cells.OTHER_NORMALIZERS if n != "detached")]
 )  # the gradient of Detached is not its value's: tests/core/test_denominators.py
-@pytest.mark.parametrize("kernel", cells.KERNELS)
+@pytest.mark.parametrize("kernel", [*cells.KERNELS, *cells.FEATURE_KERNELS])
 def test_gradcheck(kernel: str, normalizer: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch):
     cells.small_tiles(monkeypatch, rows=2, columns=2, chunk=2)
-    chosen = cells.KERNELS[kernel]
     shape = SHAPE.under(normalizer)
     norm, leaves = cells.normalizer(normalizer, shape, generator)
+    chosen, weights = cells.kernel(kernel, shape, generator)
+    leaves = leaves | weights
     given = cells.inputs(shape, generator, kernel=chosen)
     for form, path in cells.CELLS:
         if unsupported(chosen, norm, merge(Causal()), form, path) is None:

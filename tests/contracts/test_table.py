@@ -34,16 +34,25 @@ def test_cell_of_another_normaliser(
     check_cell(kernel, normalizer, structure, generator, monkeypatch)
 
 
+@pytest.mark.parametrize("structure", cells.FEW_STRUCTURES)
+@pytest.mark.parametrize("normalizer", ["sum", "l2-head"])
+@pytest.mark.parametrize("kernel", cells.FEATURE_KERNELS)
+def test_cell_of_a_kernel_of_features(
+    kernel: str, normalizer: str, structure: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    check_cell(kernel, normalizer, structure, generator, monkeypatch)
+
+
 def check_cell(
     kernel: str, normalizer: str, structure: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = cells.KERNELS[kernel]
     shape = SHAPE.under(normalizer)
+    chosen, weights = cells.kernel(kernel, shape, generator)
     norm, leaves = cells.normalizer(normalizer, shape, generator)
     laid = cells.structures(shape, generator)[structure]
     given = cells.inputs(shape, generator, kernel=chosen)
     whole = laid.whole(shape)
-    named = dict(zip("qkv", given.qkv, strict=True)) | laid.leaves | leaves
+    named = dict(zip("qkv", given.qkv, strict=True)) | laid.leaves | leaves | weights
     expected = reference_attention(*given.qkv, chosen, norm, whole)
     wanted = cells.gradients(expected, given.cotangent, list(named.values()))
 
