@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.normalizers import Normalizer, Sum
-from mercer.core.state import CacheState, FeatureState, State
+from mercer.core.state import CacheState, MixedState, State
 from mercer.core.structures import Full, Merged, Structure, merge
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument
@@ -105,7 +105,6 @@ def attention(
     kernel, normalizer, merged, chosen = _resolve(
         query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path, backend
     )
-    factor = kernel.default_scale(query.shape[-1]) if scale is None else float(scale)
     normalizer.check(query.shape[0], query.shape[1], query.shape[2], value.shape[-1])
     call = Call(
         query,
@@ -114,7 +113,7 @@ def attention(
         kernel,
         normalizer,
         merged,
-        factor,
+        None if scale is None else float(scale),
         state,
         return_state,
         chosen.form,
@@ -188,7 +187,7 @@ def _resolve(
     kernel.check(sizes.dim, sizes.query_heads, sizes.key_heads)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
-    state_path = None if state is None else "features" if isinstance(state, FeatureState) else "pairs"
+    state_path = None if state is None else "pairs" if isinstance(state, CacheState) else "features"
     stateful = state is not None or return_state
     return (
         kernel,
@@ -225,7 +224,8 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         raise InvalidArgument(f"{query_heads} query heads cannot share {key_heads} key heads: Hk must divide Hq.")
     if dim == 0 or value_dim == 0:
         raise InvalidArgument(f"head dimensions must be 1 or more, not {dim} (query, key) and {value_dim} (value).")
-    past_length = state.keys.shape[2] if isinstance(state, CacheState) else 0
+    cache = state.near if isinstance(state, MixedState) else state
+    past_length = cache.keys.shape[2] if isinstance(cache, CacheState) else 0
     entries = merged.entries(batch)
     if state is not None and state.batch != entries:
         raise InvalidArgument(f"The state has {state.batch} batch entries, but this call has {entries}.")

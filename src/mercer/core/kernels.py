@@ -114,6 +114,10 @@ class Kernel(ABC):
         """The same kernel with other tensors of the same names."""
         return self
 
+    def is_parameter(self, name: str) -> bool:
+        """Whether the tensor ``name`` of :meth:`tensors` is to be trained."""
+        return self.learned
+
     def check(self, dim: int, query_heads: int, key_heads: int) -> None:  # noqa: B027  (most kernels serve all)
         """Raise :class:`~mercer.InvalidArgument` if this kernel cannot serve such heads (unbound, other sizes)."""
 

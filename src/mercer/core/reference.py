@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.reference_maps import literal_features
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
@@ -35,9 +36,8 @@ def reference_attention(
     """
     kernel, normalizer, structure = kernel or Exp(), normalizer or Sum(), structure or Full()
     query, key, value = query.double(), key.double(), value.double()
-    batch, heads, length, dim = query.shape
+    batch, heads, length, _ = query.shape
     groups = heads // key.shape[1]
-    scale = kernel.default_scale(dim) if scale is None else scale
     weigh = _Weights(structure, batch, heads, length, key.shape[2])
     rows: list[Tensor] = []
     for i in range(length):
@@ -47,9 +47,8 @@ def reference_attention(
             k = key[:, :, j].repeat_interleave(groups, 1)
             v = value[:, :, j].repeat_interleave(groups, 1)
             visible, log_weight = weigh(i, j)
-            pair = torch.where(
-                visible.unsqueeze(1), log_weight.exp() * kernel_value(kernel, query[:, :, i], k, scale), 0.0
-            )
+            similar = _similarity(kernel, query[:, :, i], k, scale, weigh.ahead(i, j))
+            pair = torch.where(visible.unsqueeze(1), log_weight.exp() * similar, 0.0)
             numerator = numerator + pair.unsqueeze(-1) * v
             denominator = denominator + pair
             count = count + visible.unsqueeze(1)
@@ -88,6 +87,16 @@ def reference_state(
         start=torch.zeros((), dtype=torch.float64),
     )
     return torch.as_tensor(features), torch.as_tensor(mass)
+
+
+def _similarity(kernel: Kernel, query: Tensor, key: Tensor, scale: float | None, ahead: Tensor) -> Tensor:
+    """K(q, k) ``[B, H]`` for a key ``ahead`` ``[B]`` positions after the query (negative: before it)."""
+    if isinstance(kernel, Mixed):
+        near, far = (_similarity(part, query, key, scale, ahead) for part in (kernel.near, kernel.far))
+        if kernel.log_ratio is not None:
+            near = near * kernel.log_ratio.double().exp()
+        return torch.where((-ahead < kernel.window).unsqueeze(1), near, far)
+    return kernel_value(kernel, query, key, kernel.default_scale(query.shape[-1]) if scale is None else scale)
 
 
 def kernel_value(kernel: Kernel, query: Tensor, key: Tensor, scale: float) -> Tensor:
@@ -249,6 +258,10 @@ class _Weights:
             elif isinstance(part, Decay):
                 log = log + self._decay(part, j, [q + self.keys - self.queries for q in [i] * self.batch])
         return torch.tensor(visible), log
+
+    def ahead(self, i: int, j: int) -> Tensor:
+        """How many positions key j stands after query i, ``[B]``."""
+        return torch.tensor([self.key_at[b][j] - self.query_at[b][i] for b in range(self.batch)])
 
     def absorbed(self, j: int) -> tuple[Tensor, Tensor]:
         """Visibility and log-weight of key j in the state after the last key."""

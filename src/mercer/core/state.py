@@ -44,6 +44,14 @@ class State(ABC):
     @staticmethod
     def from_tensors(tensors: dict[str, Tensor]) -> State:
         """Make the state that :meth:`tensors` described."""
+        if "near.keys" in tensors:
+            parts = (
+                State.from_tensors({n.removeprefix(p): t for n, t in tensors.items() if n.startswith(p)})
+                for p in ("near.", "far.")
+            )
+            near, far = parts
+            if isinstance(near, CacheState) and isinstance(far, FeatureState):
+                return MixedState(near, far)
         kind = FeatureState if "features" in tensors else CacheState if "keys" in tensors else None
         if kind is None:
             raise InvalidArgument(f"No state has the tensors {sorted(tensors)}; expected those of State.tensors().")
@@ -164,6 +172,13 @@ class CacheState(State):
         optional = {"valid": self.valid, "log": self.log}
         return out | {name: t for name, t in optional.items() if t is not None}
 
+    @property
+    def present(self) -> Tensor:
+        """Which cached tokens are real, ``[B, Lp]``."""
+        if self.valid is not None:
+            return self.valid
+        return torch.ones(self.keys.shape[0], self.keys.shape[2], dtype=torch.bool, device=self.keys.device)
+
     def past(self) -> PastKeys:
         """Positions, validity and decay of the cached keys, for a layout."""
         kept = self.keys.shape[2]
@@ -173,3 +188,28 @@ class CacheState(State):
         else:  # each key stands as far from the end as there are real keys from it on
             position = newest - self.valid.flip(1).cumsum(1).flip(1)
         return PastKeys(position, self.valid, self.length, self.log)
+
+
+@dataclass(frozen=True, eq=False)
+class MixedState(State):
+    """The state of :class:`~mercer.Mixed`: the last keys and values, and the feature state of all that came before.
+
+    Attributes:
+        near: the cache of the last ``window`` tokens; its length counts all of them.
+        far: the state of those that have left the window.
+    """
+
+    near: CacheState
+    far: FeatureState
+
+    @property
+    def length(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """``[B]`` int64: real tokens absorbed so far."""
+        return self.near.length
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        parts = (("near", self.near), ("far", self.far))
+        return {f"{part}.{name}": t for part, state in parts for name, t in state.tensors().items()}
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(self.near._map(change), self.far._map(change))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mercer.core.kernels import Kernel
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Merged
 
@@ -59,6 +60,13 @@ def unsupported(
             f"A state cannot serve a window that looks {merged.right} tokens ahead: use right=0, "
             "or run the whole sequence at once."
         )
+    if isinstance(kernel, Mixed):
+        if not merged.causal:
+            return f"{kernel} tells near keys from far ones by their distance back: add Causal()."
+        if merged.left is not None:
+            return f"{kernel} has a window of its own: leave Window out, or use {kernel.near} alone."
+        if form == "dense" and path == "features":
+            return "The dense form looks at pairs: use path='pairs', or form='chunked' for features."
     if path == "pairs" and sizes is not None and merged.decay is not None and sizes.past_length:
         late = sizes.query_length - sizes.key_length
         return _late_queries(late) if late > 0 else None

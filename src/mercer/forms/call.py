@@ -24,12 +24,17 @@ class Call:
     kernel: Kernel
     normalizer: Normalizer
     merged: Merged
-    scale: float
+    given_scale: float | None
     state: State | None
     return_state: bool
     form: str
     path: str
     backend: str
+
+    @property
+    def scale(self) -> float:
+        """The factor on the inner product: the kernel's own unless one was given."""
+        return self.kernel.default_scale(self.query.shape[-1]) if self.given_scale is None else self.given_scale
 
     @property
     def precision(self) -> torch.dtype:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mercer.core.state import CacheState, FeatureState, State
+from mercer.core.state import CacheState, FeatureState, MixedState, State
 from mercer.core.structures import Decay, Merged, Padding, merge
 from mercer.errors import InvalidArgument
 from mercer.forms.call import Call
@@ -90,6 +90,12 @@ def _merged(merged: Merged, padding: Padding, index: Tensor, count: int) -> Merg
 
 def _stack(states: list[State]) -> State:
     """States of one batch entry each, as one state."""
+    if isinstance(states[0], MixedState):
+        both = [s for s in states if isinstance(s, MixedState)]
+        near, far = _stack([s.near for s in both]), _stack([s.far for s in both])
+        assert isinstance(near, CacheState)
+        assert isinstance(far, FeatureState)
+        return MixedState(near, far)
     if isinstance(states[0], FeatureState):
         parts = [s for s in states if isinstance(s, FeatureState)]
         masses = [s.mass for s in parts if s.mass is not None]

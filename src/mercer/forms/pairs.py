@@ -45,7 +45,7 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
             numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.normalizer.needs_denominator)
     if call.backend != "torch" and call.normalizer.needs_denominator and not isinstance(call.normalizer, Sum):
         denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
-    after = _cache(call, own, view, key, value) if call.return_state else None
+    after = cache(call, own, view, key, value) if call.return_state else None
     return Rows(numerator, denominator, peak if row_factor is None else row_factor, after)
 
 
@@ -70,7 +70,8 @@ def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) ->
     return state
 
 
-def _cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) -> CacheState:
+def cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) -> CacheState:
+    """What the next call can see of all keys and values so far, its own ones included."""
     batch, total = call.query.shape[0], key.shape[2]
     length = own.count.expand(batch).to(torch.int64)
     if call.state is not None:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from mercer.core.counts import keys_seen
 from mercer.core.layout import tokens
+from mercer.core.mixed import Mixed
 from mercer.core.state import State
 from mercer.errors import InvalidArgument, NonFinite
-from mercer.forms import features, pairs
+from mercer.forms import features, mixed, pairs
 from mercer.forms.call import Call, blank
 
 
@@ -27,7 +28,8 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
     own = tokens(call.merged, batch, query_heads, key_heads, query_length, key_length, call.query.device)
     query = blank(call.query, own.query_valid)
     key, value = blank(call.key, own.key_valid), blank(call.value, own.key_valid)
-    path = features if call.path == "features" else pairs
+    mix = isinstance(call.kernel, Mixed)
+    path = mixed if mix else features if call.path == "features" else pairs
     numerator, denominator, log_factor, after = path.rows(call, own, query, key, value)
     if call.normalizer.needs_count:
         past = None if call.state is None else call.state.length
@@ -59,7 +61,8 @@ def _explain(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor)
         given += [t for t in call.state.tensors().values() if t.is_floating_point()]
     call.normalizer.map_tokens(lambda x: given.append(x) or x)
     if all(bool(torch.isfinite(t).all()) for t in given) and not bool(torch.isfinite(out).all()):
-        largest = call.scale * (query.double().norm(dim=-1).amax() * key.double().norm(dim=-1).amax()).item()
+        scale = 1.0 if isinstance(call.kernel, Mixed) and call.given_scale is None else call.scale
+        largest = scale * (query.double().norm(dim=-1).amax() * key.double().norm(dim=-1).amax()).item()
         raise NonFinite(
             f"{call.kernel} with {call.normalizer} left the range of {out.dtype} or of its sums, though all inputs "
             "are finite: "
