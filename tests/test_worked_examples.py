@@ -19,7 +19,13 @@ def test_page(page):
 
 @pytest.mark.parametrize(
     "module",
-    ["mercer.memory.associative", "mercer.memory.measure", "mercer.regression.estimator", "mercer.regression.function"],
+    [
+        "mercer.approximation.estimate",
+        "mercer.memory.associative",
+        "mercer.memory.measure",
+        "mercer.regression.estimator",
+        "mercer.regression.function",
+    ],
 )
 def test_docstrings(module):
     results = doctest.testmod(importlib.import_module(module))

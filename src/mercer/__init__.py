@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mercer.approximation import ApproximationError, approximation_error
     from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
     from mercer.core.feature_maps import Dpfp, ExpFeatures
     from mercer.core.feature_variance import feature_mean, feature_variance
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mercer.regression import KernelRegression, kernel_regression
 
 _HOMES = {
+    "mercer.approximation": ("ApproximationError", "approximation_error"),
     "mercer.core.denominators": ("Clamped", "Detached", "Length", "SigmoidGate"),
     "mercer.core.feature_maps": ("Dpfp", "ExpFeatures"),
     "mercer.core.feature_variance": ("feature_mean", "feature_variance"),
@@ -49,6 +51,7 @@ __all__ = [
     "L2",
     "RMS",
     "Alibi",
+    "ApproximationError",
     "AssociativeMemory",
     "CacheState",
     "Causal",
@@ -90,6 +93,7 @@ __all__ = [
     "Unsupported",
     "Window",
     "__version__",
+    "approximation_error",
     "attention",
     "attention_name",
     "feature_mean",

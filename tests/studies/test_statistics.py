@@ -2,8 +2,9 @@ import math
 
 import pytest
 
+from mercer.core.student import t_probability, t_quantile
 from mercer.errors import InvalidArgument
-from mercer.studies.statistics import mean_interval, paired_interval, t_probability, t_quantile
+from mercer.studies.statistics import mean_interval, paired_interval
 
 
 @pytest.mark.parametrize(

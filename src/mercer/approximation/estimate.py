@@ -1,0 +1,197 @@
+"""The error of a kernel's attention against softmax attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from mercer.approximation.comparison import Comparison, attended_pairs, compare, scores_seen
+from mercer.approximation.intervals import Estimate, estimate
+from mercer.approximation.needed import NeededFeatures, NeededOrder, draws_of, needed_features, needed_order
+from mercer.approximation.result import ApproximationError
+from mercer.approximation.rows import Rows
+from mercer.approximation.spread import spread
+from mercer.core.kernels import Exp, Kernel, Taylor
+from mercer.core.normalizers import Normalizer, Sum
+from mercer.core.random_features import RandomFeatures
+from mercer.core.structures import Full, Structure, merge
+from mercer.errors import InvalidArgument
+from mercer.ops import plan
+
+ROWS = 256
+DRAWS = 8
+PAIRS = 2048
+
+
+@torch.no_grad()
+def approximation_error(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: Kernel,
+    *,
+    normalizer: Normalizer | None = None,
+    structure: Structure | None = None,
+    scale: float | None = None,
+    rows: int | None = ROWS,
+    draws: int | None = None,
+    target: float | None = None,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> ApproximationError:
+    """How far a kernel's attention is from softmax attention on these inputs, and what it takes to come closer.
+
+    The reference is :class:`~mercer.Exp` under the same structure and normaliser: with ``Sum``, exact softmax
+    attention. A row is compared with all keys it sees, which costs n; at most ``rows`` of them are taken, so memory
+    and time are proportional to rows times keys, never to n times n. All is computed in float64: the error is the
+    kernel's, not that of the arithmetic.
+
+    Args:
+        query: ``[B, Hq, Lq, D]``.
+        key: ``[B, Hk, Lk, D]``.
+        value: ``[B, Hk, Lk, Dv]``.
+        kernel: K; bound if it is learned.
+        normalizer: N of both. Default ``Sum()``.
+        structure: w of both. Default ``Full()``.
+        scale: factor on the inner product of both; default D^(-1/2) for softmax and the kernel's own for the kernel.
+        rows: how many query positions to measure, drawn by ``seed`` without replacement; all of them if there are no
+            more, or for None.
+        draws: independent draws of the directions of random features, the kernel's own first; default 8. Other kernels
+            draw nothing and take None.
+        target: a relative error in (0, 1): also find the Taylor order or the number of random features that reaches it.
+            Kernels without such a dial have ``needed`` None.
+        seed: of the rows, and of the pairs at which the variance of random features is looked up.
+        confidence: level of all intervals, Student's t on the logarithm of the error: over the rows where they are a
+            sample (with the ratio of sums linearised, and the finite number of rows accounted for), over the draws
+            where there are several.
+
+    Returns:
+        An :class:`ApproximationError`; print it, or take ``as_dict()`` to JSON.
+
+    Raises:
+        InvalidArgument: as :func:`mercer.attention`; a row count, draws, target or confidence out of range; inputs in
+            which no row sees a key, or that are not finite.
+        Unsupported: as :func:`mercer.attention`, such as odd orders under ``Sum`` without ``signed=True``.
+
+    >>> from mercer import Causal, Taylor, approximation_error
+    >>> from mercer.approximation import gaussian_inputs
+    >>> found = approximation_error(*gaussian_inputs(512, 16), Taylor(2), structure=Causal(), rows=None, target=0.01)
+    >>> round(found.error.value, 2), found.needed.order
+    (0.34, 10)
+    """
+    normalizer, structure = normalizer or Sum(), structure or Full()
+    _check(rows=rows, draws=draws, target=target, seed=seed, confidence=confidence, kernel=kernel)
+    for part in (kernel, Exp()):
+        plan(
+            query, key, value, kernel=part, normalizer=normalizer, structure=structure, scale=scale, path="pairs"
+        )  # fmt: skip
+    if query.device.type == "mps":  # which has no float64
+        query, key, value = query.cpu(), key.cpu(), value.cpu()
+    work = _Work(query, key, value, kernel, normalizer, structure, scale, rows, seed, confidence)
+    return work.result(DRAWS if draws is None else draws, target)
+
+
+class _Work:
+    """One call: the rows, and estimates from comparisons at them."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kernel: Kernel,
+        normalizer: Normalizer,
+        structure: Structure,
+        scale: float | None,
+        rows: int | None,
+        seed: int,
+        confidence: float,
+    ) -> None:
+        self.kernel, self.normalizer, self.structure = kernel, normalizer, structure
+        self.seed, self.confidence, self.dim = seed, confidence, query.shape[-1]
+        self.positions = query.shape[2]
+        taken = self.positions if rows is None else min(rows, self.positions)
+        chosen = torch.randperm(self.positions, generator=torch.Generator().manual_seed(seed))[:taken]
+        self.rows = Rows(query, key, value, merge(structure), chosen.sort().values.to(query.device))
+        for name, x in (("query", self.rows.query), ("key", self.rows.key), ("value", self.rows.value)):
+            if not bool(torch.isfinite(x).all()):
+                raise InvalidArgument(f"approximation_error: {name} must be finite.")
+        if not bool(self.rows.seen.any()):
+            raise InvalidArgument("approximation_error: none of the rows sees a key; there is nothing to compare.")
+        self.scale = self.dim**-0.5 if scale is None else float(scale)
+        self.kernel_scale = kernel.default_scale(self.dim) if scale is None else float(scale)
+
+    def compare(self, kernels: Sequence[Kernel]) -> Comparison:
+        return compare(self.rows, kernels, [self.kernel_scale] * len(kernels), self.normalizer, self.scale)
+
+    def errors(self, kernels: Sequence[Kernel]) -> Tensor:
+        """Relative errors ``[kernels]``."""
+        found = self.compare(kernels)
+        return (found.wrong.sum((1, 2)) / found.size.sum()).sqrt()
+
+    def estimate(self, part: Tensor, whole: Tensor, *, root: bool) -> Estimate:
+        return estimate(part, whole, self.positions, self.confidence, root=root)
+
+    def result(self, draws: int, target: float | None) -> ApproximationError:
+        kernel, rows = self.kernel, self.rows
+        drawn = draws_of(kernel, kernel.count, draws) if isinstance(kernel, RandomFeatures) else None
+        found = self.compare([kernel] if drawn is None else drawn)
+        variation = None
+        if kernel.positive or kernel.allows_negative_denominator:
+            heads = rows.query.shape[1]
+            variation = self.estimate(found.variation.sum(1) / heads, found.seen.double(), root=False)
+        scores = scores_seen(rows, self.scale)
+        scatter = None
+        if drawn is not None:
+            pairs = attended_pairs(rows, self.scale, PAIRS, self.seed)
+            scatter = spread(drawn, *pairs, self.kernel_scale, self.confidence)
+        needed: NeededOrder | NeededFeatures | None = None
+        if target is not None and isinstance(kernel, Taylor):
+            signs = kernel.signed or not self.normalizer.needs_denominator or self.normalizer.takes_any_sign
+            needed = needed_order(kernel, self.errors, scores.low, scores.high, target, not signs)
+        elif target is not None and isinstance(kernel, RandomFeatures):
+            needed = needed_features(kernel, self.dim, self.errors, draws, target, self.confidence)
+        batch, heads, _, _ = rows.query.shape
+        return ApproximationError(
+            kernel=str(kernel),
+            normalizer=str(self.normalizer),
+            structure=str(self.structure),
+            scale=self.scale,
+            kernel_scale=self.kernel_scale,
+            batch=batch,
+            heads=heads,
+            keys=rows.key.shape[2],
+            dim=self.dim,
+            rows=rows.query.shape[2],
+            positions=self.positions,
+            seed=self.seed,
+            draws=None if drawn is None else draws,
+            error=self.estimate(found.wrong.sum(1), found.size.sum(0), root=True),
+            by_head=tuple(self.estimate(found.wrong[:, h], found.size[h], root=True) for h in range(heads)),
+            variation=variation,
+            negative=float(found.negative.mean()),
+            not_positive=float(found.not_positive.mean()),
+            scores=scores,
+            spread=scatter,
+            needed=needed,
+        )
+
+
+def _check(*, rows: object, draws: object, target: object, seed: object, confidence: object, kernel: object) -> None:
+    if not isinstance(kernel, Kernel):
+        raise InvalidArgument(f"approximation_error: kernel must be a kernel object, not {kernel!r}.")
+    for name, number, least in (("rows", rows, 1), ("draws", draws, 2), ("seed", seed, 0)):
+        none = name != "seed" and number is None
+        if not none and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            allowed = f"an integer of {least} or more" + ("" if name == "seed" else ", or None")
+            raise InvalidArgument(f"approximation_error: {name} must be {allowed}, not {number!r}.")
+    if draws is not None and not isinstance(kernel, RandomFeatures):
+        raise InvalidArgument(f"approximation_error: draws is for random features; {kernel} draws nothing.")
+    for name, number in (("target", target), ("confidence", confidence)):
+        none = name == "target" and number is None
+        if not none and (isinstance(number, bool) or not isinstance(number, Real) or not 0 < float(number) < 1):
+            tail = ", or None" if name == "target" else ""
+            raise InvalidArgument(f"approximation_error: {name} must lie between 0 and 1{tail}, not {number!r}.")
