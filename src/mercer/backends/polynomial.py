@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.features import monomial_count, raising_table
+from mercer.core.first_order import first_order
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
 
@@ -145,6 +146,39 @@ class _Scan(torch.autograd.Function):
             query, key, value, log, weight, state, mass_state, denominator if options.divide else None
         )
         return out, None if options.divide else denominator, final, final_mass
+
+    @staticmethod
+    @first_order
+    def backward(
+        ctx: Any,
+        grad_out: Tensor | None,
+        grad_denominator: Tensor | None,
+        grad_final: Tensor | None,
+        grad_final_mass: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        from mercer.backends import polynomial_kernels as kernels
+
+        query, key, value, log, weight, state, mass_state, denominator = ctx.saved_tensors
+        options: _Options = ctx.options
+        if grad_out is None:
+            grad_out = torch.zeros(1, dtype=torch.float32).expand(*query.shape[:3], value.shape[-1])
+        slope = None
+        if options.divide:
+            slope = torch.empty(query.shape[:3])
+        elif options.mass:
+            slope = torch.zeros(query.shape[:3]) if grad_denominator is None else grad_denominator.contiguous()
+        grads = [
+            *(_laid_out(x, x.shape[-1], x.dtype) for x in (query, key, value)),
+            *(None if x is None else torch.empty_like(x) for x in (state, mass_state)),
+        ]
+        table = _inputs(query, key, value, log, weight, state, mass_state)
+        table |= {kernels.UPSTREAM: _rows(grad_out), kernels.SLOPE: slope, kernels.DENOMINATOR: denominator}
+        table[kernels.GRAD_FINAL] = None if grad_final is None else grad_final.contiguous()
+        table[kernels.GRAD_FINAL_MASS] = None if grad_final_mass is None else grad_final_mass.contiguous()
+        places = (kernels.GRAD_QUERY, kernels.GRAD_KEY, kernels.GRAD_VALUE, kernels.GRAD_STATE, kernels.GRAD_MASS)
+        table |= dict(zip(places, grads, strict=True))
+        _run(kernels.compiled_backward(), table, query, key, value, options)
+        return *grads[:3], None, None, *grads[3:], None
 
 
 def _inputs(

@@ -20,12 +20,15 @@ from mercer.backends.microkernels import (
     ROW,
     TILE,
     add,
+    add_mixture,
+    add_product,
     fma,
     get,
     inverse,
     lane_sums,
     load,
     load_row,
+    mixture,
     mul,
     product,
     put,
@@ -40,12 +43,16 @@ from mercer.backends.polynomial_parts import (
     HALF,
     HEAD,
     TOKEN,
+    derivative,
     expand,
     fill,
     pack,
     pair_weights,
     polynomial,
+    pull,
     put_weights,
+    scale_rows,
+    slope,
     turn,
     unpack,
     weigh,
@@ -53,9 +60,9 @@ from mercer.backends.polynomial_parts import (
 
 F = np.float32
 QUERY, KEY, VALUE, OUT, DENOMINATOR, LOG, WEIGHT, STATE, MASS, FINAL, FINAL_MASS, UPSTREAM, SLOPE = range(13)
-GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_STATE, GRAD_MASS = range(13, 18)
+GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_STATE, GRAD_MASS, GRAD_FINAL, GRAD_FINAL_MASS = range(13, 20)
 """Rows of the table of tensors."""
-TENSORS = 18
+TENSORS = 20
 HEADS, GROUP, LENGTH, DIM, VALUE_DIM, FEATURES, MONOMIALS, MAP, SUMS, DIVIDES = range(10)
 """Sizes and switches: key heads, queries a key head, tokens, D, Dv, features, monomials below the highest degree, map,
 whether there are denominators, whether to divide by them."""
@@ -114,6 +121,18 @@ def _write_state(
     if target:
         for x in range(features):
             put(target + 4 * x, get(z + 4 * x))
+
+
+@njit
+def _dot_rows(x: int, y: int, rows: int) -> Any:
+    """In lane t: the sum over rows of x[row][t] y[row][t]."""
+    s0 = s1 = s2 = s3 = splat(F(0))
+    for r in range(0, rows * ROW, 4 * ROW):
+        s0 = fma(load(x + r), load(y + r), s0)
+        s1 = fma(load(x + r + ROW), load(y + r + ROW), s1)
+        s2 = fma(load(x + r + 2 * ROW), load(y + r + 2 * ROW), s2)
+        s3 = fma(load(x + r + 3 * ROW), load(y + r + 3 * ROW), s3)
+    return add(add(s0, s1), add(s2, s3))
 
 
 @njit
@@ -224,15 +243,246 @@ def forward(
                     store(inverses, inverse(total) if divides else splat(F(1)))
                 else:
                     store(inverses, splat(F(1)))
+                last = g == (h + 1) * group - 1
                 for c in range(panels):
                     product(read, state + c * panel, packed + c * TILE, high + LANES)
+                    if last:  # while the panel is in the nearest cache
+                        update(state + c * panel, write, state + c * panel + tail, high, keep)
                 t = tensors[OUT]
                 unpack(packed, inverses, _at(tensors, OUT, b, g, first), t[HALF], t[TOKEN], tokens, width)
-            for c in range(panels):
-                update(state + c * panel, write, state + c * panel + tail, high, keep)
             if sums:
                 _add_mass(z, write, high, load(ones), keep)
         _write_state(tensors, FINAL, FINAL_MASS, b, h, sizes, state, panel, z)
+
+
+@njit
+def _grad_rows(
+    tensors: Any, b: int, g: int, first: int, tokens: int, width: int, divides: int, ones: int, at: int
+) -> None:
+    """The gradient of the numerators as tiles: what comes from above, over the denominator where outputs were divided.
+
+    Behind the tiles: a vector of 1 / denominator, or of ones.
+    """
+    inverses = at + _up(width) * ROW
+    if divides:
+        x = load_row(_at(tensors, DENOMINATOR, b, g, first), 0, tokens)
+        store(inverses, inverse(x))
+    else:
+        store(inverses, splat(F(1)))
+    t = tensors[UPSTREAM]
+    pack(_at(tensors, UPSTREAM, b, g, first), t[HALF], t[TOKEN], tokens, width, 0, inverses, ones, at, TILE)
+
+
+@njit
+def read_gradients(
+    tensors: Any,
+    sizes: Any,
+    scale: float,
+    coefficients: Any,
+    begins: Any,
+    places: Any,
+    starts: Any,
+    raised: Any,
+    factors: Any,
+    work: int,
+    start: int,
+    stop: int,
+) -> None:
+    """First tokens first: the states again, and from them the gradients of the queries, and of the denominators."""
+    heads, group, length, dim, width = sizes[HEADS], sizes[GROUP], sizes[LENGTH], sizes[DIM], sizes[VALUE_DIM]
+    kind, sums, divides = sizes[MAP], sizes[SUMS], sizes[DIVIDES]
+    high, deep, wide = _up(sizes[FEATURES]), _up(dim), _up(width)
+    panels, panel = wide // LANES, high * ROW
+    lanes, ones, scales, back = work, work + 3 * ROW, work + 6 * ROW, work + 7 * ROW
+    pairs = work + 9 * ROW
+    scores = pairs + TILE
+    slopes = scores + TILE
+    packed = slopes + TILE
+    query = packed + max(deep, wide) * ROW
+    key = query + deep * ROW
+    grad = key + deep * ROW
+    key_blocks = grad + deep * ROW
+    blocks = key_blocks + sizes[MONOMIALS] * ROW
+    spare = blocks + sizes[MONOMIALS] * ROW
+    read = spare + sizes[MONOMIALS] * ROW
+    write = read + panel
+    change = write + panel
+    values = change + panel
+    turned = values + wide * ROW
+    above = turned + wide * ROW
+    sent = above + wide * ROW
+    rows = sent + wide * ROW
+    z = rows + (wide + 1) * ROW
+    state = z + high * 4
+    fill(read, high, F(0))
+    fill(write, high, F(0))
+    fill(ones, 1, F(1))
+    fill(scales, 1, F(scale))
+    fill(back, 1, F(1.0 / scale if scale != 0.0 else 0.0))
+    for item in range(start, stop):
+        b, h = item // heads, item % heads
+        _read_state(tensors, STATE, MASS, b, h, sizes, state, panel, z)
+        for first in range(0, length, LANES):
+            tokens = min(LANES, length - first)
+            keep = _block_weights(tensors, b, h, first, tokens, 1, lanes, pairs)
+            t = tensors[KEY]
+            pack(_at(tensors, KEY, b, h, first), t[HALF], t[TOKEN], tokens, dim, kind, ones, lanes, packed, TILE)
+            turn(packed, key, deep // LANES)
+            expand(key, key_blocks, write, lanes + ROW, begins, places, starts, raised, factors)
+            t = tensors[VALUE]
+            pack(_at(tensors, VALUE, b, h, first), t[HALF], t[TOKEN], tokens, width, 0, ones, lanes, values, TILE)
+            turn(values, turned, panels)
+            for g in range(h * group, (h + 1) * group):
+                t = tensors[QUERY]
+                at = _at(tensors, QUERY, b, g, first)
+                pack(at, t[HALF], t[TOKEN], tokens, dim, kind, scales, ones, packed, TILE)
+                turn(packed, query, deep // LANES)
+                expand(query, blocks, read, ones, begins, places, starts, raised, factors)
+                _grad_rows(tensors, b, g, first, tokens, width, divides, ones, rows)
+                turn(rows, above, panels)
+                scale_rows(above, lanes + 2 * ROW, sent, wide)
+                for x in range(0, panel, TILE):
+                    mixture(state + x, panel, sent, change + x, panels)
+                product(key, query, scores, dim)
+                product(turned, above, slopes, wide)
+                if sums:
+                    at = _at(tensors, SLOPE, b, g, first)
+                    if divides:  # dL/d denominator = -<dL/d numerator, numerator> / denominator
+                        total = _dot_rows(read, change, high)
+                        for r in range(0, TILE, ROW):
+                            w = mul(polynomial(load(scores + r), coefficients), load(pairs + r))
+                            total = fma(w, load(slopes + r), total)
+                        below = mul(mul(total, splat(F(-1))), load(rows + wide * ROW))
+                        store_row(at, 0, tokens, below)
+                    else:
+                        below = load_row(at, 0, tokens)
+                    for r in range(0, TILE, ROW):
+                        store(slopes + r, add(load(slopes + r), below))
+                    below = mul(below, load(lanes + 2 * ROW))
+                    for x in range(high):
+                        store(change + x * ROW, fma(splat(get(z + 4 * x)), below, load(change + x * ROW)))
+                for r in range(0, TILE, ROW):
+                    slope_here = mul(derivative(load(scores + r), coefficients), load(pairs + r))
+                    store(slopes + r, mul(slope_here, load(slopes + r)))
+                pull(query, blocks, change, spare, grad, begins, places, starts, raised, factors)
+                for x in range(0, deep * ROW, TILE):
+                    add_mixture(key + x, 0, slopes, grad + x, 1)
+                if kind:
+                    for x in range(0, deep * ROW, ROW):
+                        store(grad + x, mul(load(grad + x), slope(mul(load(query + x), load(back)), kind)))
+                turn(grad, packed, deep // LANES)
+                t = tensors[GRAD_QUERY]
+                unpack(packed, scales, _at(tensors, GRAD_QUERY, b, g, first), t[HALF], t[TOKEN], tokens, dim)
+            for c in range(panels):
+                update(state + c * panel, write, values + c * TILE, high, keep)
+            if sums:
+                _add_mass(z, write, high, load(ones), keep)
+
+
+@njit
+def write_gradients(
+    tensors: Any,
+    sizes: Any,
+    scale: float,
+    coefficients: Any,
+    begins: Any,
+    places: Any,
+    starts: Any,
+    raised: Any,
+    factors: Any,
+    work: int,
+    start: int,
+    stop: int,
+) -> None:
+    """Last tokens first: the state's gradient, and from it those of keys, values and the initial state."""
+    heads, group, length, dim, width = sizes[HEADS], sizes[GROUP], sizes[LENGTH], sizes[DIM], sizes[VALUE_DIM]
+    kind, sums, divides = sizes[MAP], sizes[SUMS], sizes[DIVIDES]
+    high, deep, wide = _up(sizes[FEATURES]), _up(dim), _up(width)
+    panels, panel = wide // LANES, high * ROW
+    lanes, ones, scales, below = work, work + 3 * ROW, work + 6 * ROW, work + 7 * ROW
+    pairs = work + 9 * ROW
+    scores = pairs + TILE
+    slopes = scores + TILE
+    packed = slopes + TILE
+    query = packed + max(deep, wide) * ROW
+    key = query + deep * ROW
+    grad = key + deep * ROW
+    key_blocks = grad + deep * ROW
+    blocks = key_blocks + sizes[MONOMIALS] * ROW
+    spare = blocks + sizes[MONOMIALS] * ROW
+    read = spare + sizes[MONOMIALS] * ROW
+    write = read + panel
+    change = write + panel
+    values = change + panel
+    turned = values + wide * ROW
+    above = turned + wide * ROW
+    sent = above + wide * ROW
+    rows = sent + wide * ROW
+    z = rows + (wide + 1) * ROW
+    state = z + high * 4
+    fill(read, high, F(0))
+    fill(write, high, F(0))
+    fill(ones, 1, F(1))
+    fill(scales, 1, F(scale))
+    for item in range(start, stop):
+        b, h = item // heads, item % heads
+        _read_state(tensors, GRAD_FINAL, GRAD_FINAL_MASS, b, h, sizes, state, panel, z)
+        for first in range((length - 1) // LANES * LANES, -1, -LANES):
+            tokens = min(LANES, length - first)
+            keep = _block_weights(tensors, b, h, first, tokens, 0, lanes, pairs)
+            t = tensors[KEY]
+            pack(_at(tensors, KEY, b, h, first), t[HALF], t[TOKEN], tokens, dim, kind, ones, lanes, packed, TILE)
+            turn(packed, key, deep // LANES)
+            expand(key, key_blocks, write, lanes + ROW, begins, places, starts, raised, factors)
+            t = tensors[VALUE]
+            pack(_at(tensors, VALUE, b, h, first), t[HALF], t[TOKEN], tokens, width, 0, ones, lanes, packed, TILE)
+            turn(packed, turned, panels)
+            scale_rows(turned, lanes + ROW, sent, wide)
+            for x in range(0, panel, TILE):
+                mixture(state + x, panel, sent, change + x, panels)
+            if sums:
+                until = load(lanes + ROW)
+                for x in range(high):
+                    store(change + x * ROW, fma(splat(get(z + 4 * x)), until, load(change + x * ROW)))
+            pull(key, key_blocks, change, spare, grad, begins, places, starts, raised, factors)
+            for c in range(panels):
+                product(write, state + c * panel, values + c * TILE, high)
+            for g in range(h * group, (h + 1) * group):
+                t = tensors[QUERY]
+                at = _at(tensors, QUERY, b, g, first)
+                pack(at, t[HALF], t[TOKEN], tokens, dim, kind, scales, ones, packed, TILE)
+                turn(packed, query, deep // LANES)
+                expand(query, blocks, read, lanes + 2 * ROW, begins, places, starts, raised, factors)
+                _grad_rows(tensors, b, g, first, tokens, width, divides, ones, rows)
+                turn(rows, above, panels)
+                product(query, key, scores, dim)
+                product(above, turned, slopes, wide)
+                if sums:
+                    store(below, load_row(_at(tensors, SLOPE, b, g, first), 0, tokens))
+                    for r in range(LANES):
+                        x = slopes + r * ROW
+                        store(x, add(load(x), splat(get(below + 4 * r))))
+                for r in range(0, TILE, ROW):
+                    s, weight = load(scores + r), load(pairs + r)
+                    store(scores + r, mul(polynomial(s, coefficients), weight))
+                    store(slopes + r, mul(mul(derivative(s, coefficients), weight), load(slopes + r)))
+                for x in range(0, deep * ROW, TILE):
+                    add_mixture(query + x, 0, slopes, grad + x, 1)
+                once = keep if g == h * group else F(1)
+                for c in range(panels):
+                    add_product(scores, rows + c * TILE, values + c * TILE, LANES)
+                    update(state + c * panel, read, rows + c * TILE, high, once)
+                if sums:
+                    _add_mass(z, read, high, load(below), once)
+            if kind:
+                for x in range(0, deep * ROW, ROW):
+                    store(grad + x, mul(load(grad + x), slope(load(key + x), kind)))
+            turn(grad, packed, deep // LANES)
+            t = tensors[GRAD_KEY]
+            unpack(packed, ones, _at(tensors, GRAD_KEY, b, h, first), t[HALF], t[TOKEN], tokens, dim)
+            t = tensors[GRAD_VALUE]
+            unpack(values, ones, _at(tensors, GRAD_VALUE, b, h, first), t[HALF], t[TOKEN], tokens, width)
+        _write_state(tensors, GRAD_STATE, GRAD_MASS, b, h, sizes, state, panel, z)
 
 
 def workspace(dim: int, width: int, features: int, monomials: int) -> int:
@@ -269,6 +519,12 @@ def compiled_forward() -> Any:
     return _forward(_stamp())
 
 
+@lru_cache
+def compiled_backward() -> Any:
+    """`read_gradients` and then `write_gradients`, likewise."""
+    return _backward(_stamp())
+
+
 def _forward(stamp: str) -> Any:
     @njit(_CALL, nogil=True, cache=True)
     def call(
@@ -287,5 +543,29 @@ def _forward(stamp: str) -> Any:
     ) -> None:
         if len(stamp):  # a closure over it, so that the cache tells versions apart
             forward(tensors, sizes, scale, coefficients, begins, places, starts, raised, factors, work, start, stop)
+
+    return call
+
+
+def _backward(stamp: str) -> Any:
+    @njit(_CALL, nogil=True, cache=True)
+    def call(
+        tensors: Any,
+        sizes: Any,
+        scale: float,
+        coefficients: Any,
+        begins: Any,
+        places: Any,
+        starts: Any,
+        raised: Any,
+        factors: Any,
+        work: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        if len(stamp):
+            tables = (coefficients, begins, places, starts, raised, factors)
+            read_gradients(tensors, sizes, scale, *tables, work, start, stop)
+            write_gradients(tensors, sizes, scale, *tables, work, start, stop)
 
     return call

@@ -258,6 +258,15 @@ def polynomial(s: Any, coefficients: Any) -> Any:
     return y
 
 
+@njit(inline="always")
+def derivative(s: Any, coefficients: Any) -> Any:
+    """sum over n of n coefficients[n] s^(n-1)"""
+    y = splat(F(0))
+    for n in range(len(coefficients) - 1, 0, -1):
+        y = fma(y, s, splat(F(n) * coefficients[n]))
+    return y
+
+
 @njit
 def put_weights(weight: int, stride: int, tokens: int, lanes: int) -> None:
     """w of a block as lanes, 1 where there are none; 0 beyond the end."""
