@@ -38,6 +38,9 @@ from mercer.errors import InvalidArgument
         "hedgehog",
         "mlp8",
         "learnedrelu8",
+        "exp@64:taylor2",
+        "taylor2@1:taylor3-signed",
+        "exp@32:hedgehog",
     ],
 )
 def test_names_come_back(word: str, ending: str):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from mercer.core.carrying import CarryingKernel
 from mercer.core.kernels import Kernel
 from mercer.errors import InvalidArgument, Unsupported
 
 
-@dataclass(frozen=True, eq=False)
-class Mixed(Kernel):
+@dataclass(frozen=True, eq=False, repr=False)
+class Mixed(CarryingKernel):
     """``near`` for the last ``window`` keys, ``far`` for all earlier ones, under one normaliser:
 
         K(q_i, k_j) = exp(r) near(q_i, k_j)  if i - j < window,  else  far(q_i, k_j).
@@ -37,7 +38,7 @@ class Mixed(Kernel):
     near: Kernel
     far: Kernel
     window: int = 64
-    log_ratio: Tensor | None = None
+    log_ratio: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -45,10 +46,6 @@ class Mixed(Kernel):
         for name, part in (("near", self.near), ("far", self.far)):
             if not isinstance(part, Kernel) or isinstance(part, Mixed):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InvalidArgument(f"Mixed: {name} must be a kernel that is not itself Mixed, not {part!r}.")
-
-    def __str__(self) -> str:
-        ratio = "" if self.log_ratio is None else ", log_ratio"
-        return f"Mixed({self.near}, {self.far}, window={self.window}{ratio})"
 
     @property
     def positive(self) -> bool:

@@ -6,7 +6,8 @@
 ``powerN`` is the symmetric power, ``favorN`` :class:`PositiveRandomFeatures` with N features, ``hyperbolicN`` the same
 with both signs, ``trigN`` and ``rfaN`` :class:`TrigonometricRandomFeatures`, the latter of unit vectors, ``dpfpN``
 :class:`Dpfp` with nu = N, ``mlpN`` :class:`MlpFeatures` with N features and N hidden units, ``learnedreluN`` the same
-without hidden units.
+without hidden units. ``exp@64:taylor2-sum`` is :class:`Mixed`: the first kernel for the last 64 keys, the second for
+all before them.
 
 A closed registry: a name never becomes an import path.
 """
@@ -20,6 +21,7 @@ from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.errors import InvalidArgument
@@ -68,18 +70,17 @@ def parse_attention(name: str) -> tuple[Kernel, Normalizer]:
     Raises:
         InvalidArgument: for an unknown name; the message lists what is allowed.
     """
-    match = re.fullmatch(r"([a-z]+)(\d+)?(-signed)?-([a-z0-9]+)", ALIASES.get(name, name))
-    if match is not None:
-        word, number, signed, ending = match.groups()
-        normalizer = NORMALIZERS.get(ending)
-        known = word in KERNELS and (number is not None) == (word in _NUMBERED) and (not signed or word in _SIGNED)
-        if known and normalizer is not None:
-            return _kernel(word, None if number is None else int(number), bool(signed)), normalizer()
+    text, _, ending = ALIASES.get(name, name).rpartition("-")
+    mixed = re.fullmatch(r"([^@:]+)@(\d+):([^@:]+)", text)
+    kernels = [_parse_kernel(part) for part in (mixed.group(1, 3) if mixed else (text,))]
+    if ending in NORMALIZERS and kernels[0] is not None and kernels[-1] is not None:
+        kernel = Mixed(kernels[0], kernels[1], int(mixed[2])) if mixed and kernels[1] is not None else kernels[0]
+        return kernel, NORMALIZERS[ending]()
     words = ", ".join(f"{word}N" if word in _NUMBERED else word for word in KERNELS)
     raise InvalidArgument(
         f"Unknown attention {name!r}: write {', '.join(ALIASES)} or KERNEL-NORMALISER with a kernel of {words} "
-        f"({', '.join(_SIGNED)} also with -signed behind) and a normaliser of {', '.join(NORMALIZERS)}, for example "
-        "taylor4-l2."
+        f"({', '.join(_SIGNED)} also with -signed behind; or NEAR@WINDOW:FAR of two) and a normaliser of "
+        f"{', '.join(NORMALIZERS)}, for example taylor4-l2 or exp@64:taylor2-sum."
     )
 
 
@@ -92,18 +93,35 @@ def attention_name(kernel: Kernel, normalizer: Normalizer) -> str:
     endings = {cls: word for word, cls in NORMALIZERS.items()}
     plain = not isinstance(normalizer, Clamped) or normalizer == Clamped()
     plain = plain and (not isinstance(normalizer, SigmoidGate) or normalizer.inner == Identity())
-    if type(kernel) not in KERNELS.values() or type(normalizer) not in endings or not plain:
+    if type(normalizer) not in endings or not plain:
         raise InvalidArgument(f"{kernel} with {normalizer} has no registered name.")
+    name = f"{_kernel_name(kernel)}-{endings[type(normalizer)]}"
+    return "softmax" if name == "exp-sum" else name
+
+
+def _kernel_name(kernel: Kernel) -> str:
+    if isinstance(kernel, Mixed) and kernel.log_ratio is None:
+        return f"{_kernel_name(kernel.near)}@{kernel.window}:{_kernel_name(kernel.far)}"
+    if type(kernel) not in KERNELS.values():
+        raise InvalidArgument(f"{kernel} has no registered name.")
     number = next((getattr(kernel, n) for n in ("order", "degree", "count", "nu") if hasattr(kernel, n)), None)
     signed = kernel.allows_negative_denominator
     for word, cls in KERNELS.items():
         if type(kernel) is cls and kernel == _kernel(word, number, signed):
-            name = f"{word}{'' if number is None else number}{'-signed' if signed else ''}-{endings[type(normalizer)]}"
-            return "softmax" if name == "exp-sum" else name
+            return f"{word}{'' if number is None else number}{'-signed' if signed else ''}"
     raise InvalidArgument(
         f"{kernel} has no registered name, since a name carries neither tensors nor settings other than a number and "
         "'signed': write the kernel itself."
     )
+
+
+def _parse_kernel(text: str) -> Kernel | None:
+    match = re.fullmatch(r"([a-z]+)(\d+)?(-signed)?", text)
+    if match is None:
+        return None
+    word, number, signed = match.groups()
+    known = word in KERNELS and (number is not None) == (word in _NUMBERED) and (not signed or word in _SIGNED)
+    return _kernel(word, None if number is None else int(number), bool(signed)) if known else None
 
 
 def _kernel(word: str, number: int | None, signed: bool) -> Kernel:

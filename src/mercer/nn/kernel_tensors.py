@@ -28,7 +28,7 @@ class KernelTensors(nn.Module):
         self.names = tuple(kernel.tensors())
         for name, tensor in kernel.tensors().items():
             own = tensor.detach().clone()  # two layers made of one bound kernel do not share its tensors
-            if kernel.learned:
+            if kernel.is_parameter(name):
                 self.register_parameter(name, nn.Parameter(own))
             else:
                 self.register_buffer(name, own)
