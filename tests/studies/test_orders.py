@@ -82,7 +82,7 @@ def test_a_finished_study_is_read_back_and_not_run_again(shrunk: Path, monkeypat
     ("wrong", "message"),
     [
         ({"attentions": ["softmax", "taylor3-sum"]}, "taylor3-sum' cannot be computed.*or taylor3-signed-sum"),
-        ({"attentions": ["exp-l2+gain", "softmax+gain"]}, "a gain is learned after L2 or RMS only"),
+        ({"attentions": ["exp-l2+gain", "softmax+gain"]}, "a gain is learned after L2, RMS or layernorm only"),
         ({"text": ["nowhere.txt"]}, "there is no file or folder nowhere.txt"),
         ({"text": ["short.txt"]}, "the text is too short to hold out a part of it: short.txt has 3 bytes"),
         ({"text": ["line.txt"]}, "the held-out text is too short: .* 17 tokens and its 1 file has 2;"),
@@ -201,7 +201,7 @@ def test_another_learning_rate_is_another_study(shrunk: Path) -> None:
     [
         ({"budget": "huge"}, "budget 'huge' is unknown; use quick, standard, full"),
         ({"attentions": ["softplus"]}, "Unknown attention 'softplus'"),
-        ({"attentions": ["elu-sum+gain"]}, "a gain is learned after L2 or RMS only"),
+        ({"attentions": ["elu-sum+gain"]}, "a gain is learned after L2, RMS or layernorm only"),
         ({"attentions": ["exp-l2+bias"]}, r"only '\+gain' can follow"),
         ({"attentions": ["exp-l2+gain=-1"]}, r"only '\+gain' can follow"),
         ({"learning_rate": 0.0}, "learning_rate is 0"),

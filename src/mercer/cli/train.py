@@ -61,7 +61,9 @@ def train(
             "Kernel-normaliser, or a pattern over the layers: 'taylor4-l2', 'elu-sum,softmax' ('softmax').", "Model"
         ),
     ] = None,
-    gain: Annotated[str | None, _option("Learned gain after L2 or RMS: none, head or channel (none).", "Model")] = None,
+    gain: Annotated[
+        str | None, _option("Learned gain after L2, RMS or layernorm: none, head or channel (none).", "Model")
+    ] = None,
     gain_init: Annotated[float | None, _option("Where the gains start (1).", "Model")] = None,
     attention_scale: Annotated[float | None, _option("Factor of q.k (the kernel's own).", "Model")] = None,
     dim: Annotated[int | None, _option("Channels (128).", "Model")] = None,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from mercer.core.kernels import Exp, Taylor
 from mercer.core.names import attention_name
-from mercer.core.normalizers import L2, RMS, Sum
+from mercer.core.normalizers import L2, RMS, Standardize, Sum
 from mercer.errors import InvalidArgument
 from mercer.models.config import causal_attention
 from mercer.studies.records.orders import Arm, Family
@@ -22,8 +22,8 @@ def parse_arm(name: str) -> Arm:
     ``"exp-l2+gain=1"`` with another start.
 
     Raises:
-        InvalidArgument: an attention that is unknown or cannot be computed, or a gain on a normaliser other than L2
-            and RMS.
+        InvalidArgument: an attention that is unknown or cannot be computed, or a gain on a normaliser other than L2,
+            RMS and layernorm.
     """
     base, plus, extra = name.partition("+")
     given = re.fullmatch(r"gain(?:=(\d+\.?\d*|\.\d+))?", extra)
@@ -36,8 +36,10 @@ def parse_arm(name: str) -> Arm:
     if given:
         start = GAIN_INIT if given[1] is None else float(given[1])
     kernel, normalizer = causal_attention(base)
-    if plus and not isinstance(normalizer, L2 | RMS):
-        raise InvalidArgument(f"attention {name!r}: a gain is learned after L2 or RMS only, as in 'exp-l2+gain'.")
+    if plus and not isinstance(normalizer, L2 | RMS | Standardize):
+        raise InvalidArgument(
+            f"attention {name!r}: a gain is learned after L2, RMS or layernorm only, as in 'exp-l2+gain'."
+        )
     attention = attention_name(kernel, normalizer)
     order = kernel.order if isinstance(kernel, Taylor) else None
     family: Family = "linear"
