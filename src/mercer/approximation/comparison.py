@@ -35,9 +35,9 @@ class Comparison:
 
 
 def compare(
-    rows: Rows, kernels: Sequence[Kernel], scales: Sequence[float], normalizer: Normalizer, softmax_scale: float
+    rows: Rows, kernels: Sequence[Kernel], scale: float | None, normalizer: Normalizer, softmax_scale: float
 ) -> Comparison:
-    """Each kernel at its scale against ``Exp`` at ``softmax_scale``, both under ``normalizer``."""
+    """Each kernel at ``scale`` (None: its own) against ``Exp`` at ``softmax_scale``, both under ``normalizer``."""
     heads, count = rows.query.shape[1:3]
     wrong, variation = (rows.query.new_zeros(len(kernels), heads, count) for _ in range(2))
     size = rows.query.new_zeros(heads, count)
@@ -48,7 +48,7 @@ def compare(
         exact = rows.outputs(normalizer, weight, factor, block)
         share = weight / weight.sum(-1, keepdim=True).masked_fill(~seen.unsqueeze(-1), 1)
         size[:, block] = exact.square().sum((0, 3))
-        for place, (kernel, scale) in enumerate(zip(kernels, scales, strict=True)):
+        for place, kernel in enumerate(kernels):
             weight, factor = rows.weights(kernel, scale, block)
             out = rows.outputs(normalizer, weight, factor, block)
             wrong[place, :, block] = (out - exact).square().sum((0, 3))

@@ -15,6 +15,7 @@ from mercer.approximation.result import ApproximationError
 from mercer.approximation.rows import Rows
 from mercer.approximation.spread import spread
 from mercer.core.kernels import Exp, Kernel, Taylor
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.random_features import RandomFeatures
 from mercer.core.structures import Full, Structure, merge
@@ -122,10 +123,10 @@ class _Work:
         if not bool(self.rows.seen.any()):
             raise InvalidArgument("approximation_error: none of the rows sees a key; there is nothing to compare.")
         self.scale = self.dim**-0.5 if scale is None else float(scale)
-        self.kernel_scale = kernel.default_scale(self.dim) if scale is None else float(scale)
+        self.given_scale = None if scale is None else float(scale)
 
     def compare(self, kernels: Sequence[Kernel]) -> Comparison:
-        return compare(self.rows, kernels, [self.kernel_scale] * len(kernels), self.normalizer, self.scale)
+        return compare(self.rows, kernels, self.given_scale, self.normalizer, self.scale)
 
     def errors(self, kernels: Sequence[Kernel]) -> Tensor:
         """Relative errors ``[kernels]``."""
@@ -143,11 +144,14 @@ class _Work:
         if kernel.positive or kernel.allows_negative_denominator:
             heads = rows.query.shape[1]
             variation = self.estimate(found.variation.sum(1) / heads, found.seen.double(), root=False)
+        kernel_scale = self.given_scale
+        if kernel_scale is None and not isinstance(kernel, Mixed):
+            kernel_scale = kernel.default_scale(self.dim)
         scores = scores_seen(rows, self.scale)
         scatter = None
         if drawn is not None:
             pairs = attended_pairs(rows, self.scale, PAIRS, self.seed)
-            scatter = spread(drawn, *pairs, self.kernel_scale, self.confidence)
+            scatter = spread(drawn, *pairs, kernel_scale, self.confidence)
         needed: NeededOrder | NeededFeatures | None = None
         if target is not None and isinstance(kernel, Taylor):
             signs = kernel.signed or not self.normalizer.needs_denominator or self.normalizer.takes_any_sign
@@ -160,7 +164,7 @@ class _Work:
             normalizer=str(self.normalizer),
             structure=str(self.structure),
             scale=self.scale,
-            kernel_scale=self.kernel_scale,
+            kernel_scale=kernel_scale,
             batch=batch,
             heads=heads,
             keys=rows.key.shape[2],

@@ -20,7 +20,7 @@ class ApproximationError:
     Attributes:
         kernel, normalizer, structure: what was compared, in words.
         scale: softmax's.
-        kernel_scale: the kernel's.
+        kernel_scale: the kernel's; None for ``Mixed`` with a scale for each part.
         batch, heads, keys, dim: sizes.
         rows: positions measured, of ``positions`` queries.
         seed: by which they were drawn.
@@ -43,7 +43,7 @@ class ApproximationError:
     normalizer: str
     structure: str
     scale: float
-    kernel_scale: float
+    kernel_scale: float | None
     batch: int
     heads: int
     keys: int

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mercer.core.counts import keys_seen
 from mercer.core.kernels import Kernel
-from mercer.core.layout import layout, tokens
+from mercer.core.layout import Layout, layout, tokens
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Merged
 from mercer.forms.log_features import lower
@@ -61,17 +62,37 @@ class Rows:
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
-    def weights(self, kernel: Kernel, scale: float, rows: slice) -> tuple[Tensor, Tensor | None]:
+    def weights(self, kernel: Kernel, scale: float | None, rows: slice) -> tuple[Tensor, Tensor | None]:
         """w_ij K(q_i, k_j) ``[B, Hq, r, Lk]``, 0 where hidden, and the log factor ``[B, Hq, r]`` taken out of each row
-        (None: none was).
+        (None: none was). ``scale`` None is the kernel's own.
         """
+        if not isinstance(kernel, Mixed):
+            return self._weights(kernel, scale, rows, self.layout)
+        left = self.layout.left
+        band = replace(self.layout, left=kernel.window - 1 if left is None else min(kernel.window - 1, left))
+        near, near_factor = self._weights(kernel.near, scale, rows, band)
+        far, far_factor = self._weights(kernel.far, scale, rows, replace(self.layout, right=-kernel.window))
+        zero = near.new_zeros(near.shape[:-1])
+        near_factor, far_factor = (zero if f is None else f for f in (near_factor, far_factor))
+        if kernel.log_ratio is not None:
+            near_factor = near_factor + kernel.log_ratio.detach().to(zero).view(1, -1, 1)
+        factor = torch.maximum(near_factor, far_factor)
+        near, far = (
+            w * (f - factor).exp().unsqueeze(-1) for w, f in ((near, near_factor), (far, far_factor))
+        )  # fmt: skip
+        return near + far, factor
+
+    def _weights(
+        self, kernel: Kernel, scale: float | None, rows: slice, layout: Layout
+    ) -> tuple[Tensor, Tensor | None]:
+        scale = kernel.default_scale(self.query.shape[-1]) if scale is None else scale
         keys = self.key.shape[2]
         query = kernel.scaled_query(self.query[:, :, rows], scale)
         factor: Tensor | None = None
         if kernel.log_features:
             query, factor = lower(query)
         score = query.new_empty(*query.shape[:3], keys)
-        log = self.layout.bias(rows, slice(0, keys), slice(None), slice(None), torch.float64)
+        log = layout.bias(rows, slice(0, keys), slice(None), slice(None), torch.float64)
         peaks: list[Tensor] = []
         for start in range(0, keys, _KEYS):
             key = kernel.scaled_key(self.key[:, :, start : start + _KEYS], scale)
@@ -84,7 +105,7 @@ class Rows:
             log = peak if log is None else peak + log
         if kernel.exponential:
             log = score if log is None else score + log
-        visible = self.layout.visible(rows, slice(0, keys))
+        visible = layout.visible(rows, slice(0, keys))
         hidden = None if visible is None else ~visible.unsqueeze(1)
         weight = torch.ones_like(score) if kernel.exponential else kernel.profile(score)
         if log is not None:

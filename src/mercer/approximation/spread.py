@@ -33,7 +33,9 @@ class Spread:
     draws: int
 
 
-def spread(kernels: Sequence[RandomFeatures], query: Tensor, key: Tensor, scale: float, confidence: float) -> Spread:
+def spread(
+    kernels: Sequence[RandomFeatures], query: Tensor, key: Tensor, scale: float | None, confidence: float
+) -> Spread:
     """Of ``kernels``, draws of one another, at the pairs ``query``, ``key`` ``[P, D]``."""
     kernel = kernels[0]
     mean = feature_mean(kernel, query, key, scale)
@@ -49,8 +51,9 @@ def spread(kernels: Sequence[RandomFeatures], query: Tensor, key: Tensor, scale:
     )
 
 
-def _values(kernel: RandomFeatures, query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _values(kernel: RandomFeatures, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     """K(q, k) of each pair, ``[P]``."""
+    scale = kernel.default_scale(query.shape[-1]) if scale is None else scale
     phi_query, phi_key = kernel.scaled_query(query[None, None], scale), kernel.scaled_key(key[None, None], scale)
     if kernel.log_features:
         return torch.logsumexp(phi_query + phi_key, -1).exp()[0, 0]
