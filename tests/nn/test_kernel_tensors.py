@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mercer.core.kernels import Elu, Exp, Kernel
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
+from mercer.core.mixed import Mixed
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.errors import InvalidArgument
 from mercer.nn import Attention
@@ -145,6 +146,27 @@ def test_redrawn_features_are_new_and_go_on_after_loading(kernel: Kernel):
     assert torch.equal(made(x), loaded(x))
     wanted = replace(kernel, seed=11).bind(2, 4, 2)
     torch.testing.assert_close(made(x), by_hand(made, x, wanted))
+
+
+def test_a_mixed_kernel_trains_one_part_and_draws_the_other():
+    kernel = Mixed(Hedgehog(), PositiveRandomFeatures(12), window=2, log_ratio=torch.zeros(4))
+    made, x = layer(kernel), torch.randn(2, 6, 8)
+    made(x).square().sum().backward()
+    parameters = {n for n, p in made.kernel_tensors.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert parameters == {"near_query_weight", "near_key_weight", "log_ratio"}
+    before, held = made(x), made.kernel_tensors.near_key_weight.clone()
+    made.redraw()
+    assert not torch.allclose(made(x), before)
+    assert torch.equal(made.kernel_tensors.near_key_weight, held)
+    loaded = layer(kernel, seed=5)
+    loaded.load_state_dict(load(save(made.state_dict())))
+    assert torch.equal(made(x), loaded(x))
+    for one in (made, loaded):
+        one.redraw()
+    assert torch.equal(made(x), loaded(x))
+    fixed = layer(Mixed(Exp(), Elu(), window=2))
+    assert fixed.kernel_tensors is None
+    torch.testing.assert_close(fixed(x), by_hand(fixed, x, Mixed(Exp(), Elu(), window=2)))
 
 
 def test_what_cannot_be_drawn_or_bound_is_said():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mercer.core.kernels import Kernel
+from mercer.core.mixed import Mixed
 from mercer.core.random_features import RandomFeatures
 from mercer.errors import InvalidArgument
 
@@ -20,8 +21,6 @@ class KernelTensors(nn.Module):
     from where the saved one was.
     """
 
-    drawn: Tensor
-
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
         self._bound = kernel
@@ -32,10 +31,10 @@ class KernelTensors(nn.Module):
                 self.register_parameter(name, nn.Parameter(own))
             else:
                 self.register_buffer(name, own)
-        if isinstance(kernel, RandomFeatures):
-            if max(kernel.seed, kernel.draw) >= 2**63:
-                raise InvalidArgument(f"a seed that is saved with a module must be below 2^63, not {kernel.seed}")
-            self.register_buffer("drawn", torch.tensor([kernel.seed, kernel.draw]))
+        for prefix, part in _random(kernel).items():
+            if max(part.seed, part.draw) >= 2**63:
+                raise InvalidArgument(f"a seed that is saved with a module must be below 2^63, not {part.seed}")
+            self.register_buffer(f"{prefix}drawn", torch.tensor([part.seed, part.draw]))
 
     def kernel(self) -> Kernel:
         """The kernel with the tensors as they are now."""
@@ -44,13 +43,15 @@ class KernelTensors(nn.Module):
     @torch.no_grad()
     def redraw(self, seed: int | None = None) -> None:
         """New directions: the next draw of the seed that they came from, or the first of `seed`."""
-        if not isinstance(self._bound, RandomFeatures):
+        parts = _random(self.kernel())
+        if not parts:
             raise InvalidArgument(f"redraw is for random features, and {self._bound} has none")
-        was, draw = self.drawn.tolist()
-        now = self._bound.with_tensors({"directions": self.directions})
-        new = dataclasses.replace(now, seed=was, draw=draw).redraw(seed)
-        self.directions.copy_(new.tensors()["directions"])
-        self.drawn.copy_(torch.tensor([new.seed, new.draw]))
+        for prefix, part in parts.items():
+            drawn: Tensor = getattr(self, f"{prefix}drawn")
+            was, draw = drawn.tolist()
+            new = dataclasses.replace(part, seed=was, draw=draw).redraw(seed)
+            getattr(self, f"{prefix}directions").copy_(new.tensors()["directions"])
+            drawn.copy_(torch.tensor([new.seed, new.draw]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before: dict[str, Any] = dict(self._buffers)
@@ -60,3 +61,9 @@ class KernelTensors(nn.Module):
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
         return self
+
+
+def _random(kernel: Kernel) -> dict[str, RandomFeatures]:
+    """The random features in a kernel, by what stands before the names of their tensors."""
+    parts = {"near_": kernel.near, "far_": kernel.far} if isinstance(kernel, Mixed) else {"": kernel}
+    return {prefix: part for prefix, part in parts.items() if isinstance(part, RandomFeatures)}
