@@ -91,6 +91,9 @@ def test_sampled_rows_agree_with_all_of_them(kernel: Kernel) -> None:
         assert found.low is not None
         assert found.high is not None
         assert found.low < exact.value < found.high
+    assert len(part.by_draw) == (8 if part.draws else 0)
+    if part.draws:
+        assert sum(part.by_draw) / 8 == pytest.approx(part.error.value)
     again = approximation_error(*inputs, kernel, structure=Causal(), rows=80, seed=4)
     assert again == part
     other = approximation_error(*inputs, kernel, structure=Causal(), rows=80, seed=5)

@@ -33,6 +33,17 @@ def test_softmax_heads_and_groups_equal_torch(kv_heads, rotary, bias):
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
 
 
+def test_the_operands_are_what_the_operator_is_given():
+    layer = Attention(12, 4, kv_heads=2, head_dim=6, rotary=Rotary(6)).double()
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    q, k, v = layer.operands(x)
+    assert (q.shape, k.shape, v.shape) == ((2, 4, 7, 6), (2, 2, 7, 6), (2, 2, 7, 6))
+    for found, expected in zip((q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)), plain(layer, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    with pytest.raises(InvalidArgument, match="expects"):
+        layer.operands(x[0])
+
+
 def test_each_query_head_reads_its_own_group():
     layer = Attention(4, 4, kv_heads=2, head_dim=1)
     values = torch.tensor([10.0, 20.0])

@@ -175,6 +175,7 @@ class _Work:
             draws=None if drawn is None else draws,
             error=self.estimate(found.wrong.sum(1), found.size.sum(0), root=True),
             by_head=tuple(self.estimate(found.wrong[:, h], found.size[h], root=True) for h in range(heads)),
+            by_draw=() if drawn is None else tuple((found.wrong.sum((1, 2)) / found.size.sum()).sqrt().tolist()),
             variation=variation,
             negative=float(found.negative.mean()),
             not_positive=float(found.not_positive.mean()),

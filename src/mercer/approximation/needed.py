@@ -138,13 +138,17 @@ def needed_order(
     )
 
 
-def ladder(kernel: RandomFeatures, dim: int) -> list[int]:
-    """The numbers of features that the law is fitted to: up to three halvings of the kernel's own, and doublings.
+def least_count(kernel: RandomFeatures, dim: int) -> int:
+    """From how many features on errors can fall as m^(-1/2).
 
-    Orthogonal directions start at a whole block of ``dim``: until it is full, errors fall faster than m^(-1/2).
+    Orthogonal directions start at a whole block of ``dim``: until it is full, errors fall faster.
     """
-    step = kernel.features_per_direction
-    count, least = kernel.count, step * (max(8, dim) if kernel.orthogonal else 8)
+    return kernel.features_per_direction * (max(8, dim) if kernel.orthogonal else 8)
+
+
+def ladder(kernel: RandomFeatures, dim: int) -> list[int]:
+    """The numbers of features that the law is fitted to: up to three halvings of the kernel's own, and doublings."""
+    step, count, least = kernel.features_per_direction, kernel.count, least_count(kernel, dim)
     for _ in range(3):
         if count % (2 * step) == 0 and count // 2 >= least:
             count //= 2
@@ -170,19 +174,24 @@ def needed_features(
     """
     counts = ladder(kernel, dim)
     found = torch.stack([errors(draws_of(kernel, count, draws)) for count in counts])
-    exponent = fitted_exponent(counts, found, confidence)
+    law = fitted_law(counts, found, kernel.features_per_direction, target, confidence)
+    if law.count is None or law.checked is not None or law.count > CHECK_LIMIT:
+        return law
+    return replace(law, checked=float(errors(draws_of(kernel, law.count, draws)).mean()))
+
+
+def fitted_law(counts: Sequence[int], errors: Tensor, step: int, target: float, confidence: float) -> NeededFeatures:
+    """The law from relative errors ``[counts, draws]`` and what it proposes, a multiple of ``step``; measured only if
+    it is one of ``counts``.
+    """
+    exponent = fitted_exponent(counts, errors, confidence)
     holds = abs(exponent.value - 0.5) <= ROOM
-    predicted = _predicted(counts, found, target, confidence)
-    means = found.mean(1).tolist()
+    predicted = _predicted(counts, errors, target, confidence)
+    means = errors.mean(1).tolist()
     count = next((c for c, error in zip(counts, means, strict=True) if error <= target), None)
-    checked = None
-    if count is not None:
-        checked = means[counts.index(count)]
-    elif holds and predicted.value <= FEATURE_LIMIT:
-        step = kernel.features_per_direction
+    checked = None if count is None else means[counts.index(count)]
+    if count is None and holds and predicted.value <= FEATURE_LIMIT:
         count = max(step, math.ceil(predicted.value / step) * step)
-        if count <= CHECK_LIMIT:
-            checked = float(errors(draws_of(kernel, count, draws)).mean())
     return NeededFeatures(
         target, tuple(counts), tuple(means), exponent, holds, count, predicted, checked, FEATURE_LIMIT
     )

@@ -28,6 +28,7 @@ class ApproximationError:
         error: |o - o*| / |o*|, both over all heads, measured rows and the batch; for random features the mean over the
             draws. Its interval says what rows and draws leave open.
         by_head: the same for every query head.
+        by_draw: the same for every draw of random features; empty for other kernels.
         variation: total variation between the weights, each row divided by its sum, and softmax's: the mean over rows
             (0 equal, 1 disjoint, more where weights are negative). None where the weights of a row need not have a sum
             to divide by: signed kernels without ``signed=True``.
@@ -54,6 +55,7 @@ class ApproximationError:
     draws: int | None
     error: Estimate
     by_head: tuple[Estimate, ...]
+    by_draw: tuple[float, ...]
     variation: Estimate | None
     negative: float
     not_positive: float

@@ -170,6 +170,14 @@ class Attention(nn.Module):
         y = self.output(out.transpose(1, 2).flatten(2))
         return y if after is None else (y, after)
 
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, keys and values [B, H, L, head_dim] that the operator is given for x [B, L, dim], turned if
+        there is a rotary: what to study an attention with.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise InvalidArgument(f"attention expects [B, L, {self.dim}], got a tensor of {list(x.shape)}")
+        return self._project(x, None, None, None)
+
     def _project(
         self, x: Tensor, padding: Tensor | None, documents: Documents | None, state: State | None
     ) -> tuple[Tensor, Tensor, Tensor]:
