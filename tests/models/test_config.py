@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 
@@ -60,3 +61,15 @@ def test_numbers_are_finite(name, value):
 @pytest.mark.parametrize("name", ["taylor3-signed-sum", "taylor3-l2", "taylor4-sum", "cosine-signed-sum", "power2-sum"])
 def test_what_the_message_offers_is_accepted(name):
     assert ModelConfig(vocab_size=10, attention=name).attentions == (name,) * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["taylor3-sum", "cosine-sum", "trig8-sum", "rfa8-detached", "power3-detached", "exp@3:taylor3-sum"]
+)
+def test_every_name_in_a_refusal_is_a_way_out(name):
+    with pytest.raises(InvalidArgument, match="takes negative values") as refusal:
+        ModelConfig(vocab_size=10, attention=name)
+    offered = re.findall(r"[a-z0-9@:-]+-(?:sum|l2|rms|detached)", str(refusal.value).partition("; use ")[2])
+    assert len(offered) >= 3
+    for way in offered:
+        assert ModelConfig(vocab_size=10, attention=way).attentions == (way,) * 4

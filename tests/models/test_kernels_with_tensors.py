@@ -1,7 +1,10 @@
 """Language models whose kernels carry tensors, and whose normalisers bring parts of their own."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mercer.core.random_features import RandomFeatures
 from mercer.models import io
@@ -74,6 +77,38 @@ def test_a_kernels_maps_learn_and_do_not_decay():
     model.loss(torch.randint(0, 20, (2, 7)), torch.randint(0, 20, (2, 7))).backward()
     optimizer.step()
     assert not any(torch.equal(p, before[n]) for n, p in maps.items())
+
+
+@pytest.mark.parametrize("name", ["rfa8-l2", "taylor2-sum", "exp@3:elu-sum"])
+def test_a_model_with_recency_gates_decodes_and_comes_back(tmp_path, name: str):
+    model = DecoderLM(config(name, recency=True))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter) / 8
+    tokens = torch.randint(0, 20, (2, 7))
+    io.save_model(model, tmp_path)
+    assert torch.equal(io.load_model(tmp_path)(tokens), model(tokens))
+    states, rows = None, []
+    for t in range(7):
+        out, states = model(tokens[:, t : t + 1], states=states, return_states=True)
+        rows.append(out)
+    torch.testing.assert_close(torch.cat(rows, 1), model(tokens), atol=1e-4, rtol=0)
+    model.loss(tokens, tokens).backward()
+    for block in model.blocks:
+        assert block.attention.recency.weight.grad.abs().max() > 0
+    assert [b.attention.recency for b in DecoderLM(config(name)).blocks] == [None, None]
+
+
+def test_a_model_of_a_version_without_a_key_is_read(tmp_path):
+    """config.json and the weights' own metadata may lack what has a default."""
+    model = DecoderLM(config("softmax"))
+    io.save_model(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["recency"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"config": json.dumps(values)})
+    assert io.load_model(tmp_path).config == model.config
 
 
 def test_directions_are_no_parameters():

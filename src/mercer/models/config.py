@@ -1,5 +1,6 @@
 """What a decoder language model is, as data: validated, frozen, written beside the weights as JSON."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -24,7 +25,8 @@ def causal_attention(name: str) -> "tuple[Kernel, Normalizer]":
     Raises:
         InvalidArgument: the name is unknown, or the two cannot be combined; the message gives names that can.
     """
-    from mercer.core.names import parse_attention  # keeps `import mercer.models.config` free of torch
+    from mercer.core.kernels import Power, Taylor
+    from mercer.core.names import attention_name, parse_attention  # keeps `import mercer.models.config` free of torch
     from mercer.core.structures import Causal, merge
     from mercer.core.support import unsupported
 
@@ -33,14 +35,27 @@ def causal_attention(name: str) -> "tuple[Kernel, Normalizer]":
     if reason is None:
         return kernel, normalizer
     if normalizer.needs_denominator and not kernel.positive:
-        word = name.rpartition("-")[0]
-        number = int("".join(c for c in word if c.isdigit()) or 0)
-        even = f"an even order such as {word.rstrip('0123456789')}{number + 1}-sum, " if number else ""
+        word, _, ending = name.rpartition("-")
+        even = ""
+        if isinstance(kernel, Taylor | Power):
+            number = kernel.order if isinstance(kernel, Taylor) else kernel.degree
+            even = f"an even order such as {word.rstrip('0123456789')}{number + 1}-{ending}, "
         raise InvalidArgument(
             f"attention {name!r} cannot be computed: {word} takes negative values, so its sum may be zero or change "
-            f"sign; use {word}-l2, {word}-rms, {even}or {word}-signed-sum"
+            f"sign; use {word}-l2, {word}-rms, {even}or {attention_name(_signed(kernel), normalizer)}"
         )
     raise InvalidArgument(f"attention {name!r} cannot be computed: {reason}")
+
+
+def _signed(kernel: "Kernel") -> "Kernel":
+    """The kernel with the consent that `Sum` may divide by what it sums to, in each part that needs it."""
+    from mercer.core.mixed import Mixed
+
+    if kernel.positive:
+        return kernel
+    if isinstance(kernel, Mixed):
+        return replace(kernel, near=_signed(kernel.near), far=_signed(kernel.far))
+    return replace(kernel, signed=True)  # pyright: ignore[reportCallIssue]
 
 
 class ModelConfig(BaseModel):
@@ -72,6 +87,9 @@ class ModelConfig(BaseModel):
     """Where the gains start; None: 1, which changes nothing at first. Only with a gain."""
     attention_scale: float | None = None
     """Factor of q.k; None: the kernel's own (1/sqrt(head_dim) for the exponential and its Taylor series)."""
+    recency: bool = False
+    """Weigh the past of every layer by a learned gate for each key head and token, S = g S + (1 - g) phi(k) v^T with
+    g = sigmoid(x W + b), as random-feature attention does."""
     position: Literal["rotary", "sinusoidal", "learned", "alibi", "none"] = "rotary"
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     window: Positive | None = None

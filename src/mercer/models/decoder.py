@@ -177,6 +177,7 @@ def _block(config: ModelConfig, layer: int, rotary: Rotary | None) -> Block:
         alibi=config.position == "alibi",
         gain=config.gain if takes_gain(normalizer) else "none",
         gain_init=1.0 if config.gain_init is None else config.gain_init,
+        recency=config.recency,
         bias=config.bias,
         generator=generator_of(config.seed, f"blocks.{layer}.attention.kernel_tensors"),
     )

@@ -62,7 +62,7 @@ def load_model(folder: str | Path) -> DecoderLM:
         raise StorageError(f"cannot read {path}: no such file") from error
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot read {path}: {error}") from error
-    if saved is not None and json.loads(saved) != config.model_dump(mode="json"):
+    if saved is not None and ModelConfig(**json.loads(saved)) != config:
         raise InvalidArgument(f"{folder / CONFIG} is not the configuration that {path} was saved with; restore it")
     model = DecoderLM(config)
     expected = model.state_dict()
