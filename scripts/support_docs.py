@@ -6,8 +6,11 @@ from pathlib import Path
 import torch
 
 from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
+from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
+from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Merged, Padding, Structure, Window, merge
 from mercer.core.support import FORMS, PATHS, unsupported
 
@@ -16,8 +19,16 @@ KERNELS: dict[str, list[Kernel]] = {
     "`Exp`, `Gaussian`": [Exp(), Gaussian()],
     "`Taylor(even)`, `Power(even)`": [Taylor(2), Taylor(4), Power(2)],
     "`Taylor(odd)`, `Power(odd)`": [Taylor(1), Taylor(3), Power(1)],
-    "`Elu`, `Relu`": [Elu(), Relu()],
-    "`Cosine`": [Cosine()],
+    "`Elu`, `Relu`, `Dpfp`, `ExpFeatures`, `Hedgehog`, `MlpFeatures`": [
+        Elu(),
+        Relu(),
+        Dpfp(),
+        ExpFeatures(),
+        Hedgehog(),
+        MlpFeatures(),
+    ],
+    "`PositiveRandomFeatures`": [PositiveRandomFeatures(), PositiveRandomFeatures(hyperbolic=True)],
+    "`Cosine`, `TrigonometricRandomFeatures`": [Cosine(), TrigonometricRandomFeatures()],
 }
 FINITE: list[Kernel] = [k for kernels in KERNELS.values() for k in kernels if k.feature_dim(1) is not None]
 EVERY: list[Kernel] = [k for kernels in KERNELS.values() for k in kernels]
@@ -92,8 +103,9 @@ def page() -> Iterator[str]:
     for name, kernels in KERNELS.items():
         yield f"| {name} | " + " | ".join(normaliser(kernels, n) for n in NORMALIZERS.values()) + " |"
     yield ""
-    yield "`SigmoidGate(gate, inner)` works where its inner normaliser does. torch's fused attention and the Numba kernels"
-    yield "serve `Sum`, `L2`, `RMS`, `Standardize` and gates around them, not `Detached`, whose gradient is another."
+    yield "`SigmoidGate(gate, inner)` works where its inner normaliser does. torch's fused attention and the Numba"
+    yield "kernels serve `Sum`, `L2`, `RMS`, `Standardize` and gates around them, not `Detached`, whose gradient is"
+    yield "another."
 
 
 def text() -> str:
