@@ -26,7 +26,8 @@ class KernelTensors(nn.Module):
         self._bound = kernel
         self.names = tuple(kernel.tensors())
         for name, tensor in kernel.tensors().items():
-            own = tensor.detach().clone()  # two layers made of one bound kernel do not share its tensors
+            # A copy, since two layers made of one bound kernel do not share its tensors; in one piece, for safetensors.
+            own = tensor.detach().clone(memory_format=torch.contiguous_format)
             if kernel.is_parameter(name):
                 self.register_parameter(name, nn.Parameter(own))
             else:
