@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from mercer import L2, AssociativeMemory, CacheState, FeatureState, Identity, InvalidArgument, State, Unsupported
+from mercer.core.feature_maps import ExpFeatures
 from mercer.core.kernels import Elu, Exp, Gaussian, Power, Taylor
+from mercer.core.random_features import PositiveRandomFeatures
+from mercer.core.reference import kernel_value
 
-KERNELS = [Exp(), Gaussian(), Taylor(2), Elu(), Power(2)]
+KERNELS = [Exp(), Gaussian(), Taylor(2), Elu(), Power(2), PositiveRandomFeatures(16), ExpFeatures()]
 
 
 def pairs(count=12, dim=5, value_dim=3):
@@ -20,7 +23,7 @@ def memory(kernel, **options):
 
 
 def by_hand(kernel, queries, keys, values, scale, weight=None):
-    table = kernel.profile(kernel.map_query(queries) * scale @ kernel.map_key(keys).T)
+    table = kernel_value(kernel, queries.unsqueeze(1), keys, scale)
     table = table if weight is None else table * weight
     return table @ values / table.sum(1, keepdim=True)
 

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from mercer.core.feature_maps import ExpFeatures
 from mercer.core.kernels import Elu, Exp, Gaussian, Power, Taylor
+from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+from mercer.core.reference import kernel_value
 from mercer.memory.theory import noisy, on_sphere, overlaps, predicted_accuracy, predicted_capacity
 
 
@@ -18,6 +21,20 @@ def test_effective_features_of_powers_have_a_closed_form(dim, degree):
     assert found.effective_features == pytest.approx(expected, rel=1e-5)
     assert found.effective_features <= Power(degree).feature_dim(dim) * (1 + 1e-5)
     assert found.method == "quadrature"
+
+
+@pytest.mark.parametrize(
+    "kernel", [PositiveRandomFeatures(24), TrigonometricRandomFeatures(24), ExpFeatures()], ids=str
+)
+def test_overlaps_of_kernels_that_are_defined_by_features(kernel, generator):
+    dim, scale = 6, 0.2
+    keys, others = (on_sphere(20_000, dim, generator, math.sqrt(dim)) for _ in range(2))
+    own, cross = (kernel_value(kernel, keys, k, scale) for k in (keys, others))
+    found = overlaps(kernel, dim, scale)
+    assert found.method == "sampled"
+    assert (found.mean_square / found.signal**2) == pytest.approx(
+        float(cross.square().mean() / own.mean() ** 2), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("kernel", [Exp(), Gaussian(), Taylor(3), Elu()], ids=str)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from mercer import FeatureState, InvalidArgument, KernelRegression, Unsupported, kernel_regression
+from mercer.core.feature_maps import ExpFeatures
 from mercer.core.kernels import Elu, Exp, Gaussian, Power, Taylor
+from mercer.core.random_features import PositiveRandomFeatures
 
 
 def data(samples=60, features=2):
@@ -107,14 +109,17 @@ else:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("kernel", [None, Exp(), Taylor(2), Taylor(4), Elu(), Power(2)], ids=str)
+@pytest.mark.parametrize(
+    "kernel", [None, Exp(), Taylor(2), Taylor(4), Elu(), Power(2), PositiveRandomFeatures(8), ExpFeatures()], ids=str
+)
 @pytest.mark.parametrize("path", ["auto", "pairs"])
-def test_parts_equal_the_whole(kernel, path):
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_parts_equal_the_whole(kernel, path, scale):
     X, y, w = data()
     queries = X[:9] + 0.3
-    expected = kernel_regression(X, y, queries, kernel=kernel, sample_weight=w)
-    whole = KernelRegression(kernel, path=path).fit(X, y, sample_weight=w)
-    parts = KernelRegression(kernel, path=path)
+    expected = kernel_regression(X, y, queries, kernel=kernel, sample_weight=w, scale=scale)
+    whole = KernelRegression(kernel, path=path, scale=scale).fit(X, y, sample_weight=w)
+    parts = KernelRegression(kernel, path=path, scale=scale)
     for at in (slice(0, 1), slice(1, 30), slice(30, 60)):
         parts.partial_fit(X[at], y[at], sample_weight=w[at])
     np.testing.assert_allclose(whole.predict(queries), expected, rtol=1e-10)

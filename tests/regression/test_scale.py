@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from mercer import InvalidArgument, KernelRegression, Unsupported, kernel_regression
+from mercer.core.feature_maps import Dpfp
 from mercer.core.kernels import Elu, Exp, Gaussian, Power, Taylor
+from mercer.core.random_features import PositiveRandomFeatures
 from mercer.regression import scale as module
 from mercer.regression.scale import choose_scale, leave_one_out
 
@@ -60,9 +62,11 @@ def test_a_narrow_kernel_tends_to_the_nearest_other_sample():
 
 def test_refuses_what_it_cannot_choose():
     X, y, _ = data()
-    for kernel in (Elu(), Power(2)):
+    for kernel in (Elu(), Power(2), Dpfp()):
         with pytest.raises(Unsupported, match="cancels in the average"):
             KernelRegression(kernel, scale="loo").fit(X, y)
+    with pytest.raises(Unsupported, match="depend on the scale"):
+        KernelRegression(PositiveRandomFeatures(16), scale="loo").fit(X, y)
     with pytest.raises(InvalidArgument, match="at least 2 samples"):
         KernelRegression(scale="loo").fit(X[:1], y[:1])
     one = torch.ones(3, 1, dtype=torch.float64)

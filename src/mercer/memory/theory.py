@@ -133,7 +133,7 @@ def _quadrature(kernel: Kernel, dim: int, scale: float, overlap: float) -> Overl
     axis, other = torch.zeros(2, dim, dtype=torch.float64)
     axis[0], other[1] = math.sqrt(dim), math.sqrt(dim)
     key = cosine.unsqueeze(-1) * axis + (1 - cosine.square()).clamp(min=0).sqrt().unsqueeze(-1) * other
-    value = _profile(kernel, scale * (kernel.map_query(axis.unsqueeze(0)) * kernel.map_key(key)).sum(-1))
+    value = _values(kernel, axis.unsqueeze(0), [key], scale)
     weight = torch.softmax((dim - 2) * angle.sin().log(), 0)
     return Overlaps(float(value[0]), value[1:].numpy(), weight.numpy(), "quadrature")
 
@@ -141,11 +141,16 @@ def _quadrature(kernel: Kernel, dim: int, scale: float, overlap: float) -> Overl
 def _sampled(kernel: Kernel, dim: int, scale: float, noise: float, seed: int) -> Overlaps:
     generator = torch.Generator().manual_seed(seed)
     keys, others = (on_sphere(_SAMPLED, dim, generator, math.sqrt(dim)) for _ in range(2))
-    queries = kernel.map_query(noisy(keys, noise, generator)) * scale
-    score = torch.cat([(queries * kernel.map_key(k)).sum(-1) for k in (keys, others)])
-    own, cross = _profile(kernel, score).chunk(2)
+    own, cross = _values(kernel, noisy(keys, noise, generator), [keys, others], scale).chunk(2)
     return Overlaps(float(own.mean()), cross.numpy(), np.full(_SAMPLED, 1 / _SAMPLED), "sampled")
 
 
-def _profile(kernel: Kernel, score: Tensor) -> Tensor:
+def _values(kernel: Kernel, queries: Tensor, keys: list[Tensor], scale: float) -> Tensor:
+    """K of each query ``[N, D]`` and its key, for every set of keys ``[N, D]`` in turn, up to a common factor."""
+    query = kernel.scaled_query(queries[None, None], scale)
+    mapped = [kernel.scaled_key(k[None, None], scale) for k in keys]
+    if kernel.log_features:
+        logs = torch.cat([torch.logsumexp(query + k, -1) for k in mapped], -1).flatten()
+        return (logs - logs.max()).exp()
+    score = torch.cat([(query * k).sum(-1) for k in mapped], -1).flatten()
     return (score - score.max()).exp() if kernel.exponential else kernel.profile(score)

@@ -50,14 +50,17 @@ def average(kernel: Kernel, scale: float, queries: Tensor, keys: Tensor, targets
     return _ratio(sums[0, 0], kernel)
 
 
-def absorb(kernel: Kernel, state: FeatureState | None, keys: Tensor, targets: Tensor, weights: Tensor) -> FeatureState:
-    """The state after more samples: sums of phi(x_i) [w_i y_i, w_i]. The scale belongs to queries, not to the state."""
+def absorb(
+    kernel: Kernel, scale: float, state: FeatureState | None, keys: Tensor, targets: Tensor, weights: Tensor
+) -> FeatureState:
+    """The state after more samples: sums of phi(x_i) [w_i y_i, w_i]; few kernels' depends on the scale."""
     _, after = attention(
         keys[None, None, :0],
         keys[None, None],
         _columns(targets, weights)[None, None],
         kernel=kernel,
         normalizer=Identity(),
+        scale=scale,
         state=state,
         return_state=True,
         path="features",

@@ -177,14 +177,14 @@ class KernelRegression:
             self.scale_, scales, errors = choose_scale(self._kernel, *new)
             self.loo_scales_, self.loo_errors_ = np.array(scales), np.array(errors)
         if self.state_ is not None:
-            self.state_ = absorb(self._kernel, self.state_, *new)
+            self.state_ = absorb(self._kernel, self.scale_, self.state_, *new)
             return self
         if self._samples is not None:
             old = self._samples
             new = (torch.cat((old[0], new[0])), torch.cat((old[1], new[1])), torch.cat((old[2], new[2])))
         self._samples = new
         if self._prefers_state(new):
-            self._samples, self.state_ = None, absorb(self._kernel, None, *new)
+            self._samples, self.state_ = None, absorb(self._kernel, self.scale_, None, *new)
         return self
 
     def _prefers_state(self, samples: tuple[Tensor, Tensor, Tensor]) -> bool:

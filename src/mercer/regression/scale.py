@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mercer.core.kernels import Cosine, Elu, Kernel, Power, Relu
+from mercer.core.kernels import Cosine, Kernel, LinearKernel, Power
+from mercer.core.random_features import RandomFeatures
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.regression.average import exponents
 
@@ -22,7 +23,7 @@ COARSE = tuple(2.0**power for power in range(-6, 21))
 FINE = tuple(2.0 ** (step / 4) for step in range(-3, 4) if step)
 """Scales tried next, relative to the best of the first."""
 _BLOCK = 2**21
-_HOMOGENEOUS = (Cosine, Elu, Power, Relu)
+_HOMOGENEOUS = (Cosine, LinearKernel, Power)
 
 
 def choose_scale(
@@ -32,6 +33,11 @@ def choose_scale(
     if isinstance(kernel, _HOMOGENEOUS):
         raise Unsupported(
             f"The scale of {kernel} cancels in the average, so scale='loo' has nothing to choose: leave scale=None."
+        )
+    if isinstance(kernel, RandomFeatures):
+        raise Unsupported(
+            f"The features of {kernel} depend on the scale, so scale='loo' cannot choose it from inner products: "
+            "choose it with Exp(), which they estimate, or give a number."
         )
     if len(keys) < 2:
         raise InvalidArgument(
