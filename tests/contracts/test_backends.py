@@ -17,7 +17,7 @@ BACKENDS = ("torch", "sdpa", "numba")
 
 
 def able(backend: str, structure: Structure, dtype: torch.dtype) -> bool:
-    """What the backends' documentation promises of Exp with Sum, L2 or RMS."""
+    """What the backends' documentation promises of Exp with Sum, L2, RMS or a gate around them."""
     if backend == "numba":
         pytest.importorskip("numba")
         return isinstance(structure, Causal) and dtype != torch.float64
@@ -25,7 +25,7 @@ def able(backend: str, structure: Structure, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("structure", [Full(), Causal()], ids=str)
-@pytest.mark.parametrize("normalizer", ["sum", "l2-head", "rms-channel"])
+@pytest.mark.parametrize("normalizer", ["sum", "l2-head", "rms-channel", "gate-sum"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_are_the_specification(

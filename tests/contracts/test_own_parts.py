@@ -115,8 +115,19 @@ class Largest(Normalizer):
         return torch.where(largest > 0, numerator / torch.where(largest > 0, largest, 1.0), 0.0)
 
 
+@dataclass(frozen=True)
+class RootLength(Normalizer):
+    """o = u / sqrt(t): needs the number of keys seen."""
+
+    needs_count: ClassVar[bool] = True
+
+    def apply(self, numerator: Tensor, denominator: Tensor | None) -> Tensor:
+        assert denominator is not None
+        return numerator / denominator.clamp(min=1).sqrt().unsqueeze(-1)
+
+
 PAIRS = [(k, n) for k in (Sigmoid(), SquaredSoftplus(), Widened()) for n in (Sum(), Softened(), Largest())]
-PAIRS += [(k, n) for k in (Exp(), Taylor(2)) for n in (Softened(), Largest())]
+PAIRS += [(k, n) for k in (Exp(), Taylor(2)) for n in (Softened(), Largest(), RootLength())]
 PAIRS = [(k, n) for k, n in PAIRS if k.positive or not n.needs_denominator]
 LAID = ["full", "causal", "window", "padding-causal", "alibi-causal", "decay-token", "documents-causal", "everything"]
 
