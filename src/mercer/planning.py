@@ -98,7 +98,7 @@ def choose(
         flops = cost.feature_flops(kernel, merged, sizes, chosen_form)
         state_bytes = cost.feature_state_bytes(kernel, merged, sizes, normalizer.needs_denominator)
     else:
-        flops = cost.pair_flops(merged, sizes)
+        flops = cost.pair_flops(kernel, merged, sizes)
         state_bytes = cost.cache_bytes(merged, sizes)
     chosen_backend, why_backend = _backend(kernel, normalizer, merged, sizes, chosen_form, chosen_path, backend)
     reason = f"{why_path} {why_form}{why_backend}"
@@ -113,11 +113,11 @@ def _path(
     if len(possible) == 1:
         (only,) = possible
         return only, f"Only {only} can compute this combination."
-    pairs, features = cost.pair_flops(merged, sizes), cost.feature_flops(kernel, merged, sizes, "chunked")
+    pairs, features = cost.pair_flops(kernel, merged, sizes), cost.feature_flops(kernel, merged, sizes, "chunked")
     if stateful:
         return "features", "A state was asked for, and this kernel's has a fixed size."
     ratio = features / max(pairs, 1)
-    expanded = kernel.feature_dim(sizes.dim) != sizes.dim
+    expanded = kernel.feature_dim(sizes.dim) != kernel.mapped_dim(sizes.dim)
     counted = f" (counted {EXPANSION:g} times, since features must be expanded)" if expanded else ""
     chosen = "features" if ratio * (EXPANSION if expanded else 1) < 1 else "pairs"
     return chosen, f"Features take {ratio:.2g} times the operations of pairs{counted}."

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mercer.core import cost
+from mercer.core.feature_maps import Dpfp
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
 from mercer.core.layout import layout, tokens
 from mercer.core.normalizers import L2, Normalizer, Sum
+from mercer.core.random_features import PositiveRandomFeatures
 from mercer.core.state import CacheState, FeatureState
 from mercer.core.structures import Alibi, Causal, Full, Structure, Window, merge
 from mercer.core.support import Sizes, unsupported
@@ -109,3 +111,17 @@ def test_a_state_decides_the_path():
             plan(x, x, x, kernel=Elu(), structure=Causal(), state=state, path=other)
     with pytest.raises(Unsupported, match="dense form looks at pairs"):
         plan(x, x, x, kernel=Elu(), structure=Causal(), state=state, form="dense")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mapped"), [(Elu(), 64), (PositiveRandomFeatures(256), 256), (Dpfp(3), 384)], ids=str
+)
+def test_pairs_are_counted_by_their_mapped_vectors(kernel: Kernel, mapped: int):
+    """What is multiplied has as many entries as features, and is not expanded again."""
+    q = torch.empty(1, 8, 1024, 64, device="meta")
+    parts = {"kernel": kernel, "structure": Causal()}
+    by_pairs = plan(q, q, q, path="pairs", **parts)
+    assert by_pairs.flops == 2 * 8 * (1024 * 1025 // 2) * (mapped + 64)
+    chosen = plan(q, q, q, **parts)
+    assert chosen.path == "features"
+    assert "expanded" not in chosen.reason

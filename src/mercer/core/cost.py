@@ -30,9 +30,10 @@ def _clamped_sum(start: int, count: int, limit: int) -> int:
     return inside + limit * (count - min(count, max(0, limit - start)))
 
 
-def pair_flops(merged: Merged, sizes: Sizes) -> int:
-    """Floating-point operations of the pairs path: two products a visible pair."""
-    return 2 * sizes.batch * sizes.query_heads * visible_pairs(merged, sizes) * (sizes.dim + sizes.value_dim)
+def pair_flops(kernel: Kernel, merged: Merged, sizes: Sizes) -> int:
+    """Floating-point operations of the pairs path: two products a visible pair, of mapped vectors and of values."""
+    products = kernel.mapped_dim(sizes.dim) + sizes.value_dim
+    return 2 * sizes.batch * sizes.query_heads * visible_pairs(merged, sizes) * products
 
 
 def feature_flops(kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> int:
@@ -47,7 +48,7 @@ def feature_flops(kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> in
             sizes.query_heads
             * sizes.query_length
             * min(FEATURE_CHUNK, sizes.key_length)
-            * (sizes.dim + sizes.value_dim)
+            * (kernel.mapped_dim(sizes.dim) + sizes.value_dim)
         )
     return 2 * sizes.batch * (reads + updates + inside)
 

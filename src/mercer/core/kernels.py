@@ -87,6 +87,10 @@ class Kernel(ABC):
         """The mapped key; a kernel whose features depend on the scale on both sides puts its root in here."""
         return self.map_key(key)
 
+    def mapped_dim(self, dim: int) -> int:
+        """D', the length of mapped queries and keys for head dimension ``dim``; costs are counted by it."""
+        return dim
+
     def feature_dim(self, dim: int) -> int | None:
         """Length of phi for head dimension ``dim``, or None if no finite phi is exact."""
         return None
@@ -168,6 +172,9 @@ class Gaussian(Kernel):
 
     def derivative(self, score: Tensor) -> Tensor:
         return score.exp()
+
+    def mapped_dim(self, dim: int) -> int:
+        return dim + 2
 
     def map_query(self, query: Tensor) -> Tensor:
         half = query.square().sum(-1, keepdim=True) / 2
@@ -290,6 +297,9 @@ class LinearKernel(Kernel):
 
     def profile_and_derivative(self, score: Tensor) -> tuple[Tensor, Tensor | None]:
         return score, None
+
+    def mapped_dim(self, dim: int) -> int:
+        return self.feature_dim(dim)
 
     def feature_dim(self, dim: int) -> int:
         return dim

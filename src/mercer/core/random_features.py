@@ -129,6 +129,9 @@ class RandomFeatures(CarryingKernel):
     def profile_and_derivative(self, score: Tensor) -> tuple[Tensor, Tensor | None]:
         return score, None
 
+    def mapped_dim(self, dim: int) -> int:
+        return self.count
+
     def feature_dim(self, dim: int) -> int:
         return self.count
 
