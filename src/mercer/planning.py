@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mercer.backends import causal, sdpa
+from mercer.backends import causal, polynomial, sdpa
 from mercer.core import cost
 from mercer.core.kernels import Kernel
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Merged
 from mercer.core.support import FORMS, PATHS, Sizes, unsupported
@@ -138,9 +139,10 @@ def _form(sizes: Sizes, possible: list[str], path: str, asked: str) -> tuple[str
 def _backend(
     kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes, form: str, path: str, asked: str
 ) -> tuple[str, str]:
-    tiled = form == "chunked" and path == "pairs"
+    tiled = form == "chunked" and path == "pairs" and not isinstance(kernel, Mixed)
+    scanned = form == "chunked" and path == "features" and polynomial.serves(kernel, merged, sizes)
     able = {
-        "numba": tiled and causal.serves(kernel, normalizer, merged, sizes),
+        "numba": scanned or (tiled and causal.serves(kernel, normalizer, merged, sizes)),
         "sdpa": tiled and sdpa.serves(kernel, normalizer, merged, sizes),
         "torch": True,
     }
@@ -153,7 +155,9 @@ def _backend(
                 f"backend={' or '.join(repr(b) for b, ok in able.items() if ok)}."
             )
         return asked, f" Backend {asked}, as asked."
-    if able["numba"] and causal.worth_while(sizes):
+    if scanned and cost.feature_flops(kernel, merged, sizes, form) >= polynomial.LEAST_FLOPS:
+        return "numba", " The fused scan serves these sizes."
+    if not scanned and able["numba"] and causal.worth_while(sizes):
         return "numba", " The fused causal kernels serve these sizes."
     return ("sdpa", " torch's fused attention computes the same.") if able["sdpa"] else ("torch", "")
 

@@ -1,6 +1,7 @@
 """The Numba scan of polynomial kernels against plain sums and against the torch scan, both in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ pytest.importorskip("numba")
 from tests.tolerance import assert_close
 
 from mercer.backends.polynomial import feature_count, polynomial_scan, serves
-from mercer.core.kernels import Elu, Power, Relu, Taylor
+from mercer.core.kernels import Elu, Exp, Power, Relu, Taylor
+from mercer.core.structures import Causal, Full, merge
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.forms.scan import chunked
@@ -339,10 +341,12 @@ def test_what_has_no_gradient_here_is_refused():
         polynomial_scan(*(x.double() for x in inputs), coefficients=(0.0, 1.0), mass=False, divide=False)
 
 
-def test_sizes_that_are_served():
-    sizes = Sizes(1, 2, 2, 8, 8, 64, 64)
-    assert serves(sizes, (0.0, 1.0))
-    assert serves(sizes, (1.0, 1.0, 0.5))
-    assert not serves(sizes, (1.0, 1.0, 0.5, 1 / 6, 1 / 24))  # 814,385 features
-    assert not serves(Sizes(1, 2, 2, 8, 8, 64, 64, itemsize=8), (0.0, 1.0))
-    assert not serves(Sizes(1, 2, 2, 8, 9, 64, 64), (0.0, 1.0))
+def test_what_is_served():
+    causal, sizes = merge(Causal()), Sizes(1, 2, 2, 8, 8, 64, 64)
+    assert serves(Elu(), causal, sizes)
+    assert serves(Taylor(2), causal, sizes)
+    assert not serves(Taylor(4), causal, sizes)  # 814,385 features
+    assert not serves(Exp(), causal, sizes)
+    assert not serves(Elu(), merge(Full()), sizes)
+    assert not serves(Elu(), causal, replace(sizes, itemsize=8))
+    assert not serves(Elu(), causal, replace(sizes, device="cuda"))

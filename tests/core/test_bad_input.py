@@ -157,7 +157,7 @@ def test_states_that_do_not_fit():
     causal: dict[str, Any] = {"structure": Causal()}
     refused("made by Taylor.*order=2.*, but this call uses Elu", kernel=Elu(), state=features, **causal)
     refused("The state has 2 batch entries, but this call has 1", q[:1], k[:1], v[:1], state=cache, **causal)
-    refused(r"this call needs \[2, 2, 10, 3\]", q, k, v[..., :2], kernel=Taylor(2), state=features, **causal)
+    refused(r"this call needs \[2, 2, 10, 2\]", q, k, v[..., :2], kernel=Taylor(2), state=features, **causal)
     refused(
         "The state is torch.float32, but this call accumulates in torch.float64",
         q.double(),

@@ -24,23 +24,32 @@ from torch import Tensor
 from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.features import monomial_count, raising_table
 from mercer.core.first_order import first_order
+from mercer.core.kernels import Kernel
+from mercer.core.structures import Merged
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
 
 MAPS = ("identity", "elu", "relu")
 MOST_FEATURES = 1 << 16
 """Largest number of features: scratch of some 40 MB a thread."""
+LEAST_FLOPS = 1 << 22
+"""Operations below which the forms in torch are used: nobody waits for a compiler because of a small call."""
 
 
-def serves(sizes: Sizes, coefficients: tuple[float, ...]) -> bool:
-    """Whether the kernels compute causal self-attention of these sizes: float32 sums on the CPU, with Numba."""
+def serves(kernel: Kernel, merged: Merged, sizes: Sizes) -> bool:
+    """Whether the kernels compute this combination: causal, in float32 sums, on the CPU; no decay that is trained."""
+    coefficients = kernel.polynomial()
+    weights = [t for part in (merged.decay, merged.alibi) if part is not None for t in vars(part).values()]
+    trained = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in weights)
     return (
-        sizes.device == "cpu"
+        coefficients is not None
+        and merged.causal
+        and not trained
+        and sizes.device == "cpu"
         and sizes.itemsize == 4
-        and sizes.query_length == sizes.key_length
         and sizes.dim > 0
         and sizes.value_dim > 0
-        and feature_count(sizes.dim, coefficients) <= MOST_FEATURES
+        and (kernel.feature_dim(sizes.dim) or 0) <= MOST_FEATURES
         and installed()
     )
 

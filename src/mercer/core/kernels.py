@@ -99,6 +99,16 @@ class Kernel(ABC):
         """phi(mapped) with <phi(a), phi(b)> = f(<a, b>); ``[..., D'] -> [..., feature_dim]``."""
         raise InvalidArgument(f"{self} has no finite feature map; compute it from pairs (path='pairs').")
 
+    def polynomial(self) -> tuple[float, ...] | None:
+        """c_0, c_1, ... if f(s) = sum_n c_n s^n with none negative and ``features`` are those of
+        :func:`~mercer.core.features.monomials`: every degree with c_n > 0 in turn, times sqrt(c_n n!). None otherwise.
+        """
+        return None
+
+    fused_map: ClassVar[str | None] = None
+    """The name of ``map_query`` and ``map_key`` if they are the same for each number alone and fused kernels know it:
+    identity, elu or relu, where ``scaled_query`` and ``scaled_key`` are the defaults."""
+
     def state_tag(self, scale: float) -> str:
         """What a feature state must have been made by to be continued by this kernel at this scale."""
         return str(self)
@@ -190,6 +200,8 @@ class _Polynomial(Kernel):
 
     signed: bool
 
+    fused_map: ClassVar[str | None] = "identity"
+
     def default_scale(self, dim: int) -> float:
         return dim**-0.5
 
@@ -243,6 +255,9 @@ class Taylor(_Polynomial):
     def features(self, mapped: Tensor) -> Tensor:
         return torch.cat(monomials(mapped, self.order), -1)
 
+    def polynomial(self) -> tuple[float, ...]:
+        return tuple(1 / math.factorial(n) for n in range(self.order + 1))
+
 
 @dataclass(frozen=True)
 class Power(_Polynomial):
@@ -282,6 +297,9 @@ class Power(_Polynomial):
     def features(self, mapped: Tensor) -> Tensor:
         return monomials(mapped, self.degree)[-1] * math.sqrt(math.factorial(self.degree))
 
+    def polynomial(self) -> tuple[float, ...]:
+        return (*(0.0,) * self.degree, 1.0)
+
 
 class LinearKernel(Kernel):
     """K = scale <map(q), map(k)>: the map is the feature map. A base for kernels that are defined by their features."""
@@ -307,6 +325,9 @@ class LinearKernel(Kernel):
     def features(self, mapped: Tensor) -> Tensor:
         return mapped
 
+    def polynomial(self) -> tuple[float, ...]:
+        return (0.0, 1.0)
+
 
 @dataclass(frozen=True)
 class Elu(LinearKernel):
@@ -317,6 +338,8 @@ class Elu(LinearKernel):
 
     Source: Katharopoulos et al. 2020, arXiv 2006.16236.
     """
+
+    fused_map: ClassVar[str | None] = "elu"
 
     @property
     def positive(self) -> bool:
@@ -335,6 +358,8 @@ class Relu(LinearKernel):
 
     A row whose every weight is 0 gives zeros. Source: Kasai et al. 2021 (T2R), arXiv 2103.13076.
     """
+
+    fused_map: ClassVar[str | None] = "relu"
 
     @property
     def positive(self) -> bool:

@@ -73,6 +73,12 @@ class Mixed(CarryingKernel):
     def features(self, mapped: Tensor) -> Tensor:
         return self.far.features(mapped)
 
+    def mapped_dim(self, dim: int) -> int:
+        return self.far.mapped_dim(dim)
+
+    def polynomial(self) -> tuple[float, ...] | None:
+        return self.far.polynomial()
+
     def bind(self, dim: int, query_heads: int, key_heads: int, generator: torch.Generator | None = None) -> Self:
         near, far = (part.bind(dim, query_heads, key_heads, generator) for part in (self.near, self.far))
         return replace(self, near=near, far=far)

@@ -30,6 +30,8 @@ class Call:
     form: str
     path: str
     backend: str
+    unnormalized: bool = False
+    """Whether rows are wanted before anything is divided, since others are added to them."""
 
     @property
     def scale(self) -> float:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mercer.backends.polynomial import polynomial_scan
 from mercer.core.layout import Tokens
+from mercer.core.normalizers import Sum
 from mercer.core.state import FeatureState
 from mercer.errors import InvalidArgument
 from mercer.forms import log_features, recurrent, scan
@@ -47,51 +50,116 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
 
 def read(call: Call, stream: Stream) -> Rows:
     """Rows of a stream under a call's kernel, scale, form, normaliser and initial state."""
-    precision, scale, causal = call.precision, call.scale, stream.causal
-    batch, query_heads, queries, _ = stream.query.shape
-    key, value = stream.key.to(precision), stream.value.to(precision)
-    # (first, so that the gradients of a group are summed unrounded)
-    mapped_query = call.kernel.scaled_query(stream.query.to(precision), scale)
-    mapped_key = call.kernel.scaled_key(key, scale)
+    precision, kernel = call.precision, call.kernel
+    query_heads, queries = stream.query.shape[1:3]
+    raw = call.backend == "numba" and kernel.fused_map is not None
+    if raw:
+        query, key, value = stream.query, stream.key, stream.value
+    else:
+        key, value = stream.key.to(precision), stream.value.to(precision)
+        # (first, so that the gradients of a group are summed unrounded)
+        query = kernel.scaled_query(stream.query.to(precision), call.scale)
+        key = kernel.scaled_key(key, call.scale)
     log, heads = stream.log, key.shape[1]
+    weight = None if stream.weight is None else stream.weight.to(precision)
     if log is not None and log.shape[1] == query_heads != heads:
-        mapped_key, value = (x.repeat_interleave(query_heads // heads, 1) for x in (mapped_key, value))
-        heads = query_heads
-    value_dim = value.shape[-1]
-    if call.normalizer.needs_denominator:  # the mass z is the state of a value that is 1 for every real token
-        ones = value.new_ones(()).expand(*value.shape[:-1], 1)
-        value = torch.cat((value, blank(ones, stream.valid)), -1)
-    if stream.weight is not None:
-        value = value * stream.weight.unsqueeze(-1).to(precision)
-    state = _initial(call, batch, heads, value)
+        key, value = (x.repeat_interleave(query_heads // heads, 1) for x in (key, value))
+    state = _initial(call, value)
     running = log_factor = None
-    if call.kernel.log_features:
-        mapped_query, query_peak = log_features.lower(mapped_query)
-        mapped_key, key_peak = log_features.lower(mapped_key)
+    if kernel.log_features:
+        query, query_peak = log_features.lower(query)
+        key, key_peak = log_features.lower(key)
         past = call.state.peak if isinstance(call.state, FeatureState) else None
-        running = log_features.weigh_features(key_peak, log, stream.valid, past, causal)
-        log_factor = query_peak + _row_peak(running, query_peak, causal)
-        log = running.log
-        value = value * running.weight.unsqueeze(-1).to(precision)
-        state = state * running.start[..., None, None].to(precision)
-    form = scan.chunked if call.form == "chunked" else recurrent.features
-    if causal:  # bottom-right: as many queries as keys, those in front read nothing or are not read
-        lead = key.shape[2] - queries
-        if lead > 0:
-            mapped_query = torch.nn.functional.pad(mapped_query, (0, 0, lead, 0))
-        elif lead < 0:
-            mapped_key, value = (torch.nn.functional.pad(x, (0, 0, -lead, 0)) for x in (mapped_key, value))
-            log = None if log is None else torch.nn.functional.pad(log, (-lead, 0))
-    carried, final = form(mapped_query, mapped_key, value, call.kernel, log, state, causal)
-    if causal and carried.shape[2] != queries:
-        carried = carried[:, :, carried.shape[2] - queries :]
-    numerator, denominator = carried, None
-    if call.normalizer.needs_denominator:
-        numerator, denominator = carried[..., :value_dim], carried[..., value_dim]
+        running = log_features.weigh_features(key_peak, log, stream.valid, past, stream.causal)
+        log_factor = query_peak + _row_peak(running, query_peak, stream.causal)
+        log, own = running.log, running.weight.to(precision)
+        weight = own if weight is None else own * weight
+        start = running.start.to(precision)
+        state = Sums(*(None if x is None else x * start.view(*start.shape, *(1,) * (x.dim() - 2)) for x in state))  # pyright: ignore[reportArgumentType]
+    lead = key.shape[2] - queries
+    if stream.causal and lead > 0:  # bottom-right: as many queries as keys, those in front are not read
+        query = torch.nn.functional.pad(query, (0, 0, lead, 0))
+    elif stream.causal and lead < 0:  # or read nothing
+        key, value = (torch.nn.functional.pad(x, (0, 0, -lead, 0)) for x in (key, value))
+        log, weight = (None if x is None else torch.nn.functional.pad(x, (-lead, 0)) for x in (log, weight))
+    valid = stream.valid if stream.valid is None or lead >= 0 else torch.nn.functional.pad(stream.valid, (-lead, 0))
+    if lead < 0 and valid is None:
+        valid = torch.arange(key.shape[2], device=key.device).unsqueeze(0) >= -lead
+    scan = _fused if call.backend == "numba" else _plain
+    numerator, denominator, final = scan(call, stream.causal, (query, key, value), (log, weight, valid), state)
+    if stream.causal and numerator.shape[2] != queries:
+        first = numerator.shape[2] - queries
+        numerator = numerator[:, :, first:]
+        denominator = None if denominator is None else denominator[:, :, first:]
     after = None
     if call.return_state:
-        after = _state(call, stream, final, value_dim, None if running is None else running.final)
+        after = _state(call, stream, final, None if running is None else running.final)
     return Rows(numerator, denominator, log_factor, after)
+
+
+class Sums(NamedTuple):
+    """S ``[B, H, F, Dv]`` and, for denominators, z ``[B, H, F]``."""
+
+    features: Tensor
+    mass: Tensor | None
+
+
+def _plain(
+    call: Call,
+    causal: bool,
+    mapped: tuple[Tensor, Tensor, Tensor],
+    steps: tuple[Tensor | None, Tensor | None, Tensor | None],
+    state: Sums,
+) -> tuple[Tensor, Tensor | None, Sums]:
+    """The chunked or recurrent form in torch; the mass is the state of a value that is 1 for every real token."""
+    query, key, value = mapped
+    log, weight, valid = steps
+    width, start = value.shape[-1], state.features
+    if state.mass is not None:
+        ones = value.new_ones(()).expand(*value.shape[:-1], 1)
+        value = torch.cat((value, blank(ones, valid)), -1)
+        start = torch.cat((start, state.mass.unsqueeze(-1)), -1)
+    if weight is not None:
+        value = value * weight.unsqueeze(-1)
+    form = scan.chunked if call.form == "chunked" else recurrent.features
+    carried, final = form(query, key, value, call.kernel, log, start, causal)
+    if state.mass is None:
+        return carried, None, Sums(final, None)
+    return carried[..., :width], carried[..., width], Sums(final[..., :width], final[..., width])
+
+
+def _fused(
+    call: Call,
+    causal: bool,
+    mapped: tuple[Tensor, Tensor, Tensor],
+    steps: tuple[Tensor | None, Tensor | None, Tensor | None],
+    state: Sums,
+) -> tuple[Tensor, Tensor | None, Sums]:
+    """The chunked form by this library's Numba kernels, which also divide by the denominators where that is all."""
+    query, key, value = mapped
+    log, weight, valid = steps
+    assert causal
+    coefficients = call.kernel.polynomial()
+    assert coefficients is not None
+    if valid is not None:
+        there = valid.unsqueeze(1).to(torch.float32)
+        weight = there if weight is None else weight * there
+    given = call.state is not None
+    out, denominator, final, mass = polynomial_scan(
+        query,
+        key,
+        value,
+        coefficients=coefficients,
+        map=call.kernel.fused_map or "identity",
+        scale=1.0 if call.kernel.fused_map is None else call.scale,
+        log=log,
+        weight=weight,
+        state=state.features if given else None,
+        mass_state=state.mass if given else None,
+        mass=state.mass is not None,
+        divide=isinstance(call.normalizer, Sum) and not call.unnormalized,
+    )
+    return out, denominator, Sums(final, mass)
 
 
 def _row_peak(running: log_features.Running, query_peak: Tensor, causal: bool) -> Tensor:
@@ -129,13 +197,15 @@ def step_logs(call: Call, own: Tokens) -> Tensor | None:
     return log
 
 
-def _initial(call: Call, batch: int, heads: int, value: Tensor) -> Tensor:
-    """The state to start from, ``[B, H, F, Dv (+ 1 for the mass)]``."""
+def _initial(call: Call, value: Tensor) -> Sums:
+    """The sums to start from."""
+    batch, heads, _, width = value.shape
     features = call.kernel.feature_dim(call.query.shape[-1])
     assert features is not None
-    if call.state is None:
-        return value.new_zeros(batch, heads, features, value.shape[-1])
     state = call.state
+    if state is None:
+        zeros = value.new_zeros(batch, heads, features, width, dtype=call.precision)
+        return Sums(zeros, zeros.new_zeros(batch, heads, features) if call.normalizer.needs_denominator else None)
     assert isinstance(state, FeatureState)
     tag = call.kernel.state_tag(call.scale)
     if state.kernel != tag:
@@ -145,31 +215,24 @@ def _initial(call: Call, batch: int, heads: int, value: Tensor) -> Tensor:
             f"The state has no mass z, which {call.normalizer} needs: make the state under a normaliser with "
             "denominators."
         )
-    parts = (
-        [state.features]
-        if not call.normalizer.needs_denominator or state.mass is None
-        else [state.features, state.mass.unsqueeze(-1)]
-    )
-    start = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-    expected = (batch, heads, features, value.shape[-1])
-    if start.shape != expected:
+    expected = (batch, heads, features, width)
+    if state.features.shape != expected:
         raise InvalidArgument(
-            f"The state's sums (with mass) are {list(start.shape)}, but this call needs {list(expected)}: [B, "
-            "heads, features, Dv]."
+            f"The state's sums are {list(state.features.shape)}, but this call needs {list(expected)}: [B, heads, "
+            "features, Dv]."
         )
-    if start.dtype != value.dtype:
-        raise InvalidArgument(f"The state is {start.dtype}, but this call accumulates in {value.dtype}.")
-    return start
+    if state.features.dtype != call.precision:
+        raise InvalidArgument(f"The state is {state.features.dtype}, but this call accumulates in {call.precision}.")
+    return Sums(state.features, state.mass if call.normalizer.needs_denominator else None)
 
 
-def _state(call: Call, stream: Stream, final: Tensor, value_dim: int, peak: Tensor | None) -> FeatureState:
-    batch, heads = final.shape[:2]
+def _state(call: Call, stream: Stream, final: Sums, peak: Tensor | None) -> FeatureState:
+    batch, heads = final.features.shape[:2]
     length = stream.added.expand(batch).to(torch.int64)
-    total = final.new_zeros(batch, heads, dtype=torch.float64)
+    total = final.features.new_zeros(batch, heads, dtype=torch.float64)
     if stream.log is not None and stream.log.shape[-1]:
         total = total + stream.log[..., -1]
     if call.state is not None:
         assert isinstance(call.state, FeatureState)
         length, total = length + call.state.length, total + call.state.log_decay
-    mass = final[..., value_dim] if call.normalizer.needs_denominator else None
-    return FeatureState(final[..., :value_dim], mass, length, total, call.kernel.state_tag(call.scale), peak)
+    return FeatureState(final.features, final.mass, length, total, call.kernel.state_tag(call.scale), peak)

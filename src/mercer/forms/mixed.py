@@ -72,10 +72,11 @@ def _by_features(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Ten
         kernel=kernel.near,
         merged=replace(call.merged, left=window - 1),
         path="pairs",
+        backend="torch",
         state=cache,
         return_state=False,
     )
-    far = replace(call, kernel=kernel.far, state=past)
+    far = replace(call, kernel=kernel.far, state=past, unnormalized=True)
     seen = pairs.rows(near, own, query, key, value)
     every_key, every_value = key, value
     if cache is not None:
