@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mercer.core.random_features import RandomFeatures
+from mercer.errors import InvalidArgument
 from mercer.models import io
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
@@ -109,6 +110,29 @@ def test_a_model_of_a_version_without_a_key_is_read(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"config": json.dumps(values)})
     assert io.load_model(tmp_path).config == model.config
+
+
+def test_a_model_draws_all_of_its_layers_anew():
+    model, again = (
+        DecoderLM(config("favor8-sum", "exp@2:favor8-sum")),
+        DecoderLM(config("favor8-sum", "exp@2:favor8-sum")),
+    )
+    tokens = torch.randint(0, 20, (1, 5))
+
+    def drawn(model: DecoderLM) -> list[torch.Tensor]:
+        return [t.clone() for n, t in model.state_dict().items() if n.endswith("directions")]
+
+    first = drawn(model)
+    for change in ({}, {"seed": 3}):
+        model.redraw(**change)
+        again.redraw(**change)
+        assert torch.equal(model(tokens), again(tokens))
+        assert not any(torch.equal(a, b) for a, b in zip(first, drawn(model), strict=True))
+    one, two = drawn(model)
+    assert one.shape == two.shape
+    assert not torch.equal(one, two)
+    with pytest.raises(InvalidArgument, match="no layer of this model has any"):
+        DecoderLM(config("hedgehog-sum")).redraw()
 
 
 def test_directions_are_no_parameters():

@@ -53,6 +53,17 @@ class DecoderLM(nn.Module):
         """[vocab_size, dim]: the matrix that scores tokens."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def redraw(self, seed: int | None = None) -> None:
+        """Draw the random features of every layer that has some anew, in place: the next draw of each layer's seed, or,
+        from `seed`, directions that depend on it and on the layer's number alone.
+        """
+        layers = {i: block.attention for i, block in enumerate(self.blocks) if block.attention.has_random_features}
+        if not layers:
+            raise InvalidArgument("redraw is for random features, and no layer of this model has any")
+        for i, attention in layers.items():
+            own = None if seed is None else generator_of(seed, f"blocks.{i}.attention.redraw").initial_seed()
+            attention.redraw(own)
+
     @property
     def parameter_count(self) -> int:
         """Numbers in all parameters, shared ones once."""

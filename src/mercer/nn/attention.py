@@ -10,7 +10,7 @@ from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import State
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Padding, Structure, merge
 from mercer.errors import InvalidArgument
-from mercer.nn.kernel_tensors import KernelTensors
+from mercer.nn.kernel_tensors import KernelTensors, random_parts
 from mercer.nn.options import filled, gate_size, per_head
 from mercer.nn.positions import alibi_slopes, token_positions
 from mercer.nn.rotary import Rotary, heads_per_run, split_and_turn
@@ -97,6 +97,11 @@ class Attention(nn.Module):
     def kernel(self) -> Kernel:
         """The kernel of the next call, with its tensors as they are now."""
         return self._kernel if self.kernel_tensors is None else self.kernel_tensors.kernel()
+
+    @property
+    def has_random_features(self) -> bool:
+        """Whether there is something to :meth:`redraw`."""
+        return self.kernel_tensors is not None and bool(random_parts(self.kernel))
 
     def redraw(self, seed: int | None = None) -> None:
         """Draw random features anew: the next draw of their seed, or the first of `seed`. In place; states made before

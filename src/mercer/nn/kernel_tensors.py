@@ -32,7 +32,7 @@ class KernelTensors(nn.Module):
                 self.register_parameter(name, nn.Parameter(own))
             else:
                 self.register_buffer(name, own)
-        for prefix, part in _random(kernel).items():
+        for prefix, part in random_parts(kernel).items():
             if max(part.seed, part.draw) >= 2**63:
                 raise InvalidArgument(f"a seed that is saved with a module must be below 2^63, not {part.seed}")
             self.register_buffer(f"{prefix}drawn", torch.tensor([part.seed, part.draw]))
@@ -44,7 +44,7 @@ class KernelTensors(nn.Module):
     @torch.no_grad()
     def redraw(self, seed: int | None = None) -> None:
         """New directions: the next draw of the seed that they came from, or the first of `seed`."""
-        parts = _random(self.kernel())
+        parts = random_parts(self.kernel())
         if not parts:
             raise InvalidArgument(f"redraw is for random features, and {self._bound} has none")
         for prefix, part in parts.items():
@@ -64,7 +64,7 @@ class KernelTensors(nn.Module):
         return self
 
 
-def _random(kernel: Kernel) -> dict[str, RandomFeatures]:
+def random_parts(kernel: Kernel) -> dict[str, RandomFeatures]:
     """The random features in a kernel, by what stands before the names of their tensors."""
     parts = {"near_": kernel.near, "far_": kernel.far} if isinstance(kernel, Mixed) else {"": kernel}
     return {prefix: part for prefix, part in parts.items() if isinstance(part, RandomFeatures)}
