@@ -122,7 +122,7 @@ class Hedgehog(LearnedMap):
         return {"weight": (dim, self.width or dim)}
 
     def initial(self, shape: tuple[int, ...], name: str, generator: torch.Generator | None) -> Tensor:
-        return torch.eye(*shape[1:]).repeat(shape[0], 1, 1)
+        return torch.eye(*shape[1:], device=_device(generator)).repeat(shape[0], 1, 1)
 
     def feature_dim(self, dim: int) -> int:
         return 2 * (self.width or dim)
@@ -164,9 +164,8 @@ class MlpFeatures(LearnedMap):
 
     def initial(self, shape: tuple[int, ...], name: str, generator: torch.Generator | None) -> Tensor:
         if name.startswith("b"):
-            return torch.zeros(shape)
-        device = None if generator is None else generator.device
-        return (2 * torch.rand(shape, generator=generator, device=device) - 1) / math.sqrt(shape[1])
+            return torch.zeros(shape, device=_device(generator))
+        return (2 * torch.rand(shape, generator=generator, device=_device(generator)) - 1) / math.sqrt(shape[1])
 
     def feature_dim(self, dim: int) -> int:
         return self.count
@@ -217,6 +216,11 @@ def matching_loss(
     target = (query @ key.mT / math.sqrt(dim)).masked_fill(hidden, -torch.inf).softmax(-1)
     log_weight = log_kernel.masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(hidden, 0)
     return -(target * log_weight).sum(-1).mean()
+
+
+def _device(generator: torch.Generator | None) -> torch.device | None:
+    """Where weights begin: where they are drawn, or on the default device."""
+    return None if generator is None else generator.device
 
 
 def _positive_integer(kernel: Kernel, what: str, value: object) -> None:

@@ -49,7 +49,7 @@ def draw_directions(
             return torch.randn(rows, dim, generator=generator, dtype=torch.float64, device="cpu")
 
         rows = normal(count)
-        sizes = rows.norm(dim=-1, keepdim=True) if norms == "chi" else torch.full((count, 1), math.sqrt(dim)).double()
+        sizes = rows.norm(dim=-1, keepdim=True) if norms == "chi" else rows.new_full((count, 1), math.sqrt(dim))
         if not orthogonal:
             return rows / rows.norm(dim=-1, keepdim=True) * sizes
         blocks = -(-count // dim)
