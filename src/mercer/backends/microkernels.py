@@ -28,7 +28,14 @@ TILE = LANES * ROW
 TOGETHER = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 4
 """Rows of a tile that are summed at a time: what the registers hold."""
 
-I16, I32, I64, F32, F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+I8, I16, I32, I64, F32, F64 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+    ir.DoubleType(),
+)
 VECTOR, WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 HALVES, DOUBLES = ir.VectorType(I16, LANES), ir.VectorType(F64, LANES)
 
@@ -110,6 +117,12 @@ def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
 
 def _broadcast(b: Any, at: Any, offset: int) -> Any:
     return _splat(b, _load(b, at, offset, F32))
+
+
+def _prefetch(b: Any, at: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(function, [_pointer(b, at, I8), I32(0), I32(2), I32(1)])
 
 
 def _loop(b: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -214,24 +227,32 @@ def from_lane(b: Any, first: Any) -> Any:
     return b.select(behind, _constant(1.0), _constant(0.0))
 
 
+EXPONENTIAL = (
+    1.0,
+    0.999999706302822,
+    0.49999147830850693,
+    0.16667638158765163,
+    0.04189816059888042,
+    0.008290270139338784,
+)
+"""e^r for |r| <= ln(2) / 2 as a polynomial, fitted for the smallest relative error: 9.2e-8."""
+
+
 @_primitive(vector, vector)
 def exp(b: Any, x: Any) -> Any:
-    """e^x for x of 0 or less; 0 below -87.
-
-    x = n ln 2 + r; n goes into the exponent's bits, e^r is a polynomial of degree 7.
-    """
-    low = b.fcmp_ordered("<", x, _constant(-87.0))
-    x = b.select(low, _constant(-87.0), x)
+    """e^x for x of 0 or less, at least 2^-126: x = n ln 2 + r, n goes into the exponent's bits."""
+    least = _constant(-126 * math.log(2))
+    x = b.select(b.fcmp_ordered("<", x, least), least, x)  # in this order NaN stays NaN
     shift = _constant(1.5 * 2**23)  # adding it rounds to an integer, which stands in the low bits
-    rounded = b.fadd(b.fmul(x, _constant(math.log2(math.e))), shift)
-    n = b.fneg(b.fsub(rounded, shift))
-    high = 0.693359375  # exact in 10 bits, so that n times it is exact
-    r = _fma(b, n, _constant(math.log(2) - high), _fma(b, n, _constant(high), x))
-    p = _constant(1 / math.factorial(7))
-    for degree in range(6, -1, -1):
-        p = _fma(b, p, r, _constant(1 / math.factorial(degree)))
+    rounded = _fma(b, x, _constant(math.log2(math.e)), shift)
+    n = b.fsub(rounded, shift)
+    high = 0.693359375  # ten bits, so that n times it is exact
+    r = _fma(b, n, _constant(high - math.log(2)), _fma(b, n, _constant(-high), x))
+    p = _constant(EXPONENTIAL[-1])
+    for c in EXPONENTIAL[-2::-1]:
+        p = _fma(b, p, r, _constant(c))
     bits = b.add(b.shl(b.bitcast(rounded, WORDS), _words(23)), _words(127 << 23))
-    return b.select(low, _constant(0.0), b.fmul(p, b.bitcast(bits, VECTOR)))
+    return b.fmul(p, b.bitcast(bits, VECTOR))
 
 
 @_primitive(vector, address, types.float64)
@@ -334,10 +355,8 @@ def store_row(b: Any, at: Any, half: Any, count: Any, x: Any) -> None:
 # Tiles
 
 
-@_primitive(types.void, address, address)
-def transpose(b: Any, source: Any, target: Any) -> None:
-    """target[c][r] = source[r][c], 16 by 16."""
-    rows = [_load(b, source, r * ROW) for r in range(LANES)]
+def _turn(b: Any, rows: list[Any]) -> list[Any]:
+    """16 rows of 16 lanes, transposed."""
     for s in (8, 4, 2, 1):
         upper = [lane if not lane & s else LANES + lane - s for lane in range(LANES)]
         lower = [lane + s if not lane & s else LANES + lane for lane in range(LANES)]
@@ -345,8 +364,49 @@ def transpose(b: Any, source: Any, target: Any) -> None:
             if not r & s:
                 x, y = rows[r], rows[r + s]
                 rows[r], rows[r + s] = _shuffle(b, x, y, upper), _shuffle(b, x, y, lower)
-    for r in range(LANES):
-        _store(b, rows[r], target, r * ROW)
+    return rows
+
+
+@_primitive(types.void, address, address)
+def transpose(b: Any, source: Any, target: Any) -> None:
+    """target[c][r] = source[r][c], 16 by 16."""
+    for r, x in enumerate(_turn(b, [_load(b, source, r * ROW) for r in range(LANES)])):
+        _store(b, x, target, r * ROW)
+
+
+@_primitive(types.void, address, whole, whole, whole, address)
+def load_turned(b: Any, at: Any, half: Any, stride: Any, ahead: Any, target: Any) -> None:
+    """16 numbers of 16 rows of a tensor, bfloat16 if `half`, transposed; asks for what stands `ahead` bytes further."""
+    places = [at]
+    for _ in range(LANES - 1):
+        places.append(b.add(places[-1], stride))
+    for x in places:
+        _prefetch(b, b.add(x, ahead))
+    narrow, wide, after = (b.append_basic_block(n) for n in ("narrow", "wide", "loaded"))
+    b.cbranch(b.icmp_signed("!=", half, I64(0)), narrow, wide)
+    both = []
+    for block in (narrow, wide):
+        b.position_at_end(block)
+        if block is narrow:
+            both.append([_widen(b, _load(b, x, 0, HALVES, 2), WORDS, VECTOR) for x in places])
+        else:
+            both.append([_load(b, x) for x in places])
+        b.branch(after)
+    b.position_at_end(after)
+    rows = []
+    for x, y in zip(*both, strict=True):
+        phi = b.phi(VECTOR)
+        phi.add_incoming(x, narrow)
+        phi.add_incoming(y, wide)
+        rows.append(phi)
+    for r, x in enumerate(_turn(b, rows)):
+        _store(b, x, target, r * ROW)
+
+
+@_primitive(types.void, address)
+def prefetch(b: Any, at: Any) -> None:
+    """Ask for a line of memory in the second cache."""
+    _prefetch(b, at)
 
 
 @_primitive(vector, address, vector)

@@ -42,11 +42,13 @@ from mercer.backends.polynomial_parts import (
     BATCH,
     HALF,
     HEAD,
+    IDENTITY,
     TOKEN,
     derivative,
     expand,
     fill,
     pack,
+    pack_turned,
     pair_weights,
     polynomial,
     pull,
@@ -55,6 +57,7 @@ from mercer.backends.polynomial_parts import (
     slope,
     turn,
     unpack,
+    unpack_turned,
     weigh,
 )
 
@@ -156,13 +159,17 @@ def _read_mass(z: int, features: int, rows: int) -> Any:
 
 
 @njit
-def _block_weights(tensors: Any, b: int, h: int, first: int, tokens: int, by_key: int, lanes: int, pairs: int) -> Any:
-    """Weights and decays of a block; returns what remains of the state over it.
+def _block_weights(
+    tensors: Any, b: int, h: int, first: int, tokens: int, by_key: int, plain: int, lanes: int, pairs: int
+) -> Any:
+    """Weights and decays of a block; returns what remains of the state over it, and `lanes` or 0 if all keys count.
+
+    Where `plain`, the weights of pairs leave out those of the keys.
 
     `lanes` has vectors: w, w exp(G_e - G_j), exp(G_i - G_s), 1, and 16 doubles of scratch.
     """
     weight, until, since, logs = lanes, lanes + ROW, lanes + 2 * ROW, lanes + 4 * ROW
-    put_weights(_at(tensors, WEIGHT, b, h, first), tensors[WEIGHT, TOKEN], tokens, weight)
+    there = put_weights(_at(tensors, WEIGHT, b, h, first), tensors[WEIGHT, TOKEN], tokens, weight)
     log, keep = _at(tensors, LOG, b, h, first), F(1)
     if log:
         before = 0.0
@@ -172,8 +179,20 @@ def _block_weights(tensors: Any, b: int, h: int, first: int, tokens: int, by_key
     else:
         store(until, load(weight))
         store(since, splat(F(1)))
-    pair_weights(logs, weight, log, by_key, pairs)
-    return keep
+    pair_weights(logs, lanes + 3 * ROW if plain else weight, log, by_key, pairs)
+    return keep, there
+
+
+@njit
+def _is_linear(places: Any, factors: Any) -> bool:
+    """Whether the mapped vectors themselves are the features."""
+    return len(places) == 2 and places[0] < 0 and factors[1] == F(1)
+
+
+@njit
+def _is_plain(tensors: Any, places: Any, factors: Any) -> bool:
+    """Whether the mapped vectors themselves are the features, without decay."""
+    return _is_linear(places, factors) and tensors[LOG, ADDRESS] == 0
 
 
 @njit
@@ -197,38 +216,47 @@ def forward(
     high, panels = _up(sizes[FEATURES]), _up(width) // LANES
     tail, panel = high * ROW, (high + LANES) * ROW
     lanes, ones, scales, inverses, pairs = work, work + 3 * ROW, work + 6 * ROW, work + 7 * ROW, work + 8 * ROW
-    packed = pairs + TILE
-    query = packed + max(_up(dim), _up(width)) * ROW
+    tile = pairs + TILE
+    query = tile + TILE
     key = query + _up(dim) * ROW
     blocks = key + _up(dim) * ROW
     read = blocks + sizes[MONOMIALS] * ROW
     write = read + panel
     z = write + tail
     state = z + high * 4
+    plain = _is_plain(tensors, places, factors)
+    if plain:  # the mapped vectors are the features
+        query, key = read, write
     fill(read, high, F(0))
     fill(write, high, F(0))
     fill(ones, 1, F(1))
+    key_factors = lanes if plain else ones
     fill(scales, 1, F(scale))
+    varying = tensors[LOG, ADDRESS] != 0 or tensors[WEIGHT, ADDRESS] != 0
+    ready, there, keep = 0, 0, F(1)
     for item in range(start, stop):
         b, h = item // heads, item % heads
         _read_state(tensors, STATE, MASS, b, h, sizes, state, panel, z)
         for first in range(0, length, LANES):
             tokens = min(LANES, length - first)
-            keep = _block_weights(tensors, b, h, first, tokens, 1, lanes, pairs)
+            if varying or tokens != ready:
+                keep, there = _block_weights(tensors, b, h, first, tokens, 1, plain, lanes, pairs)
+                ready = tokens
+            queries_there = 0 if tokens == LANES else ones
             t = tensors[KEY]
             at = _at(tensors, KEY, b, h, first)
-            pack(at, t[HALF], t[TOKEN], tokens, dim, kind, ones, lanes, packed, TILE)
-            turn(packed, key, _up(dim) // LANES)
-            expand(key, blocks, write, lanes + ROW, begins, places, starts, raised, factors)
+            pack_turned(at, t[HALF], t[TOKEN], tokens, dim, there, kind, key_factors, LANES * t[TOKEN], key)
+            if not plain:
+                expand(key, blocks, write, lanes + ROW, begins, places, starts, raised, factors)
             t = tensors[VALUE]
             at = _at(tensors, VALUE, b, h, first)
-            pack(at, t[HALF], t[TOKEN], tokens, width, 0, ones, lanes, state + tail, panel)
+            pack(at, t[HALF], t[TOKEN], tokens, width, lanes, ones, LANES * t[TOKEN], state + tail, panel)
             for g in range(h * group, (h + 1) * group):
                 t = tensors[QUERY]
                 at = _at(tensors, QUERY, b, g, first)
-                pack(at, t[HALF], t[TOKEN], tokens, dim, kind, scales, ones, packed, TILE)
-                turn(packed, query, _up(dim) // LANES)
-                expand(query, blocks, read, lanes + 2 * ROW, begins, places, starts, raised, factors)
+                pack_turned(at, t[HALF], t[TOKEN], tokens, dim, queries_there, kind, scales, LANES * t[TOKEN], query)
+                if not plain:
+                    expand(query, blocks, read, lanes + 2 * ROW, begins, places, starts, raised, factors)
                 product(key, query, read + tail, dim)
                 total = splat(F(0))
                 for r in range(0, TILE, ROW):
@@ -243,34 +271,26 @@ def forward(
                     store(inverses, inverse(total) if divides else splat(F(1)))
                 else:
                     store(inverses, splat(F(1)))
-                last = g == (h + 1) * group - 1
+                last, t = g == (h + 1) * group - 1, tensors[OUT]
+                at, size = _at(tensors, OUT, b, g, first), 2 if t[HALF] else 4
                 for c in range(panels):
-                    product(read, state + c * panel, packed + c * TILE, high + LANES)
+                    product(read, state + c * panel, tile, high + LANES)
                     if last:  # while the panel is in the nearest cache
                         update(state + c * panel, write, state + c * panel + tail, high, keep)
-                t = tensors[OUT]
-                unpack(packed, inverses, _at(tensors, OUT, b, g, first), t[HALF], t[TOKEN], tokens, width)
+                    done = c * LANES
+                    unpack(tile, inverses, at + done * size, t[HALF], t[TOKEN], tokens, width - done)
             if sums:
                 _add_mass(z, write, high, load(ones), keep)
         _write_state(tensors, FINAL, FINAL_MASS, b, h, sizes, state, panel, z)
 
 
 @njit
-def _grad_rows(
-    tensors: Any, b: int, g: int, first: int, tokens: int, width: int, divides: int, ones: int, at: int
-) -> None:
-    """The gradient of the numerators as tiles: what comes from above, over the denominator where outputs were divided.
-
-    Behind the tiles: a vector of 1 / denominator, or of ones.
-    """
-    inverses = at + _up(width) * ROW
+def _inverses(tensors: Any, b: int, g: int, first: int, tokens: int, divides: int, lanes: int) -> None:
+    """By what the gradient of the outputs is multiplied to be that of the numerators, as lanes."""
     if divides:
-        x = load_row(_at(tensors, DENOMINATOR, b, g, first), 0, tokens)
-        store(inverses, inverse(x))
+        store(lanes, inverse(load_row(_at(tensors, DENOMINATOR, b, g, first), 0, tokens)))
     else:
-        store(inverses, splat(F(1)))
-    t = tensors[UPSTREAM]
-    pack(_at(tensors, UPSTREAM, b, g, first), t[HALF], t[TOKEN], tokens, width, 0, inverses, ones, at, TILE)
+        store(lanes, splat(F(1)))
 
 
 @njit
@@ -293,12 +313,11 @@ def read_gradients(
     kind, sums, divides = sizes[MAP], sizes[SUMS], sizes[DIVIDES]
     high, deep, wide = _up(sizes[FEATURES]), _up(dim), _up(width)
     panels, panel = wide // LANES, high * ROW
-    lanes, ones, scales, back = work, work + 3 * ROW, work + 6 * ROW, work + 7 * ROW
+    lanes, ones, scales, back, inverses = work, work + 3 * ROW, work + 6 * ROW, work + 7 * ROW, work + 8 * ROW
     pairs = work + 9 * ROW
     scores = pairs + TILE
     slopes = scores + TILE
-    packed = slopes + TILE
-    query = packed + max(deep, wide) * ROW
+    query = slopes + TILE
     key = query + deep * ROW
     grad = key + deep * ROW
     key_blocks = grad + deep * ROW
@@ -311,38 +330,62 @@ def read_gradients(
     turned = values + wide * ROW
     above = turned + wide * ROW
     sent = above + wide * ROW
-    rows = sent + wide * ROW
-    z = rows + (wide + 1) * ROW
+    z = sent + wide * ROW
     state = z + high * 4
+    decays = tensors[LOG, ADDRESS] != 0
+    linear = _is_linear(places, factors)
+    plain = linear and not decays and tensors[WEIGHT, ADDRESS] == 0
+    if linear:
+        query, grad = read, change
+    if plain:
+        key = write
+    if not decays:
+        sent = above
     fill(read, high, F(0))
     fill(write, high, F(0))
     fill(ones, 1, F(1))
     fill(scales, 1, F(scale))
     fill(back, 1, F(1.0 / scale if scale != 0.0 else 0.0))
+    varying = tensors[LOG, ADDRESS] != 0 or tensors[WEIGHT, ADDRESS] != 0
+    ready, there, keep = 0, 0, F(1)
     for item in range(start, stop):
         b, h = item // heads, item % heads
         _read_state(tensors, STATE, MASS, b, h, sizes, state, panel, z)
         for first in range(0, length, LANES):
             tokens = min(LANES, length - first)
-            keep = _block_weights(tensors, b, h, first, tokens, 1, lanes, pairs)
+            if varying or tokens != ready:
+                keep, there = _block_weights(tensors, b, h, first, tokens, 1, 0, lanes, pairs)
+                ready = tokens
+            queries_there = 0 if tokens == LANES else ones
             t = tensors[KEY]
-            pack(_at(tensors, KEY, b, h, first), t[HALF], t[TOKEN], tokens, dim, kind, ones, lanes, packed, TILE)
-            turn(packed, key, deep // LANES)
-            expand(key, key_blocks, write, lanes + ROW, begins, places, starts, raised, factors)
+            at = _at(tensors, KEY, b, h, first)
+            pack_turned(at, t[HALF], t[TOKEN], tokens, dim, there, kind, ones, LANES * t[TOKEN], key)
+            if not plain:
+                expand(key, key_blocks, write, lanes + ROW, begins, places, starts, raised, factors)
             t = tensors[VALUE]
-            pack(_at(tensors, VALUE, b, h, first), t[HALF], t[TOKEN], tokens, width, 0, ones, lanes, values, TILE)
+            at = _at(tensors, VALUE, b, h, first)
+            pack(at, t[HALF], t[TOKEN], tokens, width, lanes, ones, LANES * t[TOKEN], values, TILE)
             turn(values, turned, panels)
             for g in range(h * group, (h + 1) * group):
                 t = tensors[QUERY]
                 at = _at(tensors, QUERY, b, g, first)
-                pack(at, t[HALF], t[TOKEN], tokens, dim, kind, scales, ones, packed, TILE)
-                turn(packed, query, deep // LANES)
-                expand(query, blocks, read, ones, begins, places, starts, raised, factors)
-                _grad_rows(tensors, b, g, first, tokens, width, divides, ones, rows)
-                turn(rows, above, panels)
-                scale_rows(above, lanes + 2 * ROW, sent, wide)
+                pack_turned(at, t[HALF], t[TOKEN], tokens, dim, queries_there, kind, scales, LANES * t[TOKEN], query)
+                if not linear:
+                    expand(query, blocks, read, ones, begins, places, starts, raised, factors)
+                _inverses(tensors, b, g, first, tokens, divides, inverses)
+                t = tensors[UPSTREAM]
+                at = _at(tensors, UPSTREAM, b, g, first)
+                pack_turned(
+                    at, t[HALF], t[TOKEN], tokens, width, queries_there, IDENTITY, inverses, LANES * t[TOKEN], above
+                )
+                if decays:
+                    scale_rows(above, lanes + 2 * ROW, sent, wide)
+                last = g == (h + 1) * group - 1
                 for x in range(0, panel, TILE):
                     mixture(state + x, panel, sent, change + x, panels)
+                    if last:  # while these rows are in the nearest cache
+                        for c in range(panels):
+                            update(state + c * panel + x, write + x, values + c * TILE, LANES, keep)
                 product(key, query, scores, dim)
                 product(turned, above, slopes, wide)
                 if sums:
@@ -352,7 +395,7 @@ def read_gradients(
                         for r in range(0, TILE, ROW):
                             w = mul(polynomial(load(scores + r), coefficients), load(pairs + r))
                             total = fma(w, load(slopes + r), total)
-                        below = mul(mul(total, splat(F(-1))), load(rows + wide * ROW))
+                        below = mul(mul(total, splat(F(-1))), load(inverses))
                         store_row(at, 0, tokens, below)
                     else:
                         below = load_row(at, 0, tokens)
@@ -364,17 +407,15 @@ def read_gradients(
                 for r in range(0, TILE, ROW):
                     slope_here = mul(derivative(load(scores + r), coefficients), load(pairs + r))
                     store(slopes + r, mul(slope_here, load(slopes + r)))
-                pull(query, blocks, change, spare, grad, begins, places, starts, raised, factors)
+                if not linear:
+                    pull(query, blocks, change, spare, grad, begins, places, starts, raised, factors)
                 for x in range(0, deep * ROW, TILE):
                     add_mixture(key + x, 0, slopes, grad + x, 1)
                 if kind:
                     for x in range(0, deep * ROW, ROW):
                         store(grad + x, mul(load(grad + x), slope(mul(load(query + x), load(back)), kind)))
-                turn(grad, packed, deep // LANES)
                 t = tensors[GRAD_QUERY]
-                unpack(packed, scales, _at(tensors, GRAD_QUERY, b, g, first), t[HALF], t[TOKEN], tokens, dim)
-            for c in range(panels):
-                update(state + c * panel, write, values + c * TILE, high, keep)
+                unpack_turned(grad, scales, _at(tensors, GRAD_QUERY, b, g, first), t[HALF], t[TOKEN], tokens, dim)
             if sums:
                 _add_mass(z, write, high, load(ones), keep)
 
@@ -399,12 +440,11 @@ def write_gradients(
     kind, sums, divides = sizes[MAP], sizes[SUMS], sizes[DIVIDES]
     high, deep, wide = _up(sizes[FEATURES]), _up(dim), _up(width)
     panels, panel = wide // LANES, high * ROW
-    lanes, ones, scales, below = work, work + 3 * ROW, work + 6 * ROW, work + 7 * ROW
+    lanes, ones, scales, below, inverses = work, work + 3 * ROW, work + 6 * ROW, work + 7 * ROW, work + 8 * ROW
     pairs = work + 9 * ROW
     scores = pairs + TILE
     slopes = scores + TILE
-    packed = slopes + TILE
-    query = packed + max(deep, wide) * ROW
+    query = slopes + TILE
     key = query + deep * ROW
     grad = key + deep * ROW
     key_blocks = grad + deep * ROW
@@ -418,42 +458,60 @@ def write_gradients(
     above = turned + wide * ROW
     sent = above + wide * ROW
     rows = sent + wide * ROW
-    z = rows + (wide + 1) * ROW
+    z = rows + wide * ROW
     state = z + high * 4
+    decays = tensors[LOG, ADDRESS] != 0
+    linear = _is_linear(places, factors)
+    plain = linear and not decays and tensors[WEIGHT, ADDRESS] == 0
+    if linear:
+        grad = change
+        if not decays:
+            query = read
+    if plain:
+        key, sent = write, turned
     fill(read, high, F(0))
     fill(write, high, F(0))
     fill(ones, 1, F(1))
     fill(scales, 1, F(scale))
+    varying = tensors[LOG, ADDRESS] != 0 or tensors[WEIGHT, ADDRESS] != 0
+    ready, there, keep = 0, 0, F(1)
     for item in range(start, stop):
         b, h = item // heads, item % heads
         _read_state(tensors, GRAD_FINAL, GRAD_FINAL_MASS, b, h, sizes, state, panel, z)
         for first in range((length - 1) // LANES * LANES, -1, -LANES):
             tokens = min(LANES, length - first)
-            keep = _block_weights(tensors, b, h, first, tokens, 0, lanes, pairs)
+            if varying or tokens != ready:
+                keep, there = _block_weights(tensors, b, h, first, tokens, 0, 0, lanes, pairs)
+                ready = tokens
+            queries_there = 0 if tokens == LANES else ones
             t = tensors[KEY]
-            pack(_at(tensors, KEY, b, h, first), t[HALF], t[TOKEN], tokens, dim, kind, ones, lanes, packed, TILE)
-            turn(packed, key, deep // LANES)
-            expand(key, key_blocks, write, lanes + ROW, begins, places, starts, raised, factors)
+            at = _at(tensors, KEY, b, h, first)
+            pack_turned(at, t[HALF], t[TOKEN], tokens, dim, there, kind, ones, -LANES * t[TOKEN], key)
+            if not plain:
+                expand(key, key_blocks, write, lanes + ROW, begins, places, starts, raised, factors)
             t = tensors[VALUE]
-            pack(_at(tensors, VALUE, b, h, first), t[HALF], t[TOKEN], tokens, width, 0, ones, lanes, packed, TILE)
-            turn(packed, turned, panels)
-            scale_rows(turned, lanes + ROW, sent, wide)
+            at = _at(tensors, VALUE, b, h, first)
+            pack_turned(at, t[HALF], t[TOKEN], tokens, width, there, IDENTITY, ones, -LANES * t[TOKEN], turned)
+            if not plain:
+                scale_rows(turned, lanes + ROW, sent, wide)
             for x in range(0, panel, TILE):
                 mixture(state + x, panel, sent, change + x, panels)
             if sums:
                 until = load(lanes + ROW)
                 for x in range(high):
                     store(change + x * ROW, fma(splat(get(z + 4 * x)), until, load(change + x * ROW)))
-            pull(key, key_blocks, change, spare, grad, begins, places, starts, raised, factors)
-            for c in range(panels):
-                product(write, state + c * panel, values + c * TILE, high)
+            if not linear:
+                pull(key, key_blocks, change, spare, grad, begins, places, starts, raised, factors)
             for g in range(h * group, (h + 1) * group):
                 t = tensors[QUERY]
                 at = _at(tensors, QUERY, b, g, first)
-                pack(at, t[HALF], t[TOKEN], tokens, dim, kind, scales, ones, packed, TILE)
-                turn(packed, query, deep // LANES)
-                expand(query, blocks, read, lanes + 2 * ROW, begins, places, starts, raised, factors)
-                _grad_rows(tensors, b, g, first, tokens, width, divides, ones, rows)
+                pack_turned(at, t[HALF], t[TOKEN], tokens, dim, queries_there, kind, scales, -LANES * t[TOKEN], query)
+                if not linear or decays:
+                    expand(query, blocks, read, lanes + 2 * ROW, begins, places, starts, raised, factors)
+                _inverses(tensors, b, g, first, tokens, divides, inverses)
+                t = tensors[UPSTREAM]
+                at = _at(tensors, UPSTREAM, b, g, first)
+                pack(at, t[HALF], t[TOKEN], tokens, width, ones, inverses, -LANES * t[TOKEN], rows, TILE)
                 turn(rows, above, panels)
                 product(query, key, scores, dim)
                 product(above, turned, slopes, wide)
@@ -470,6 +528,8 @@ def write_gradients(
                     add_mixture(query + x, 0, slopes, grad + x, 1)
                 once = keep if g == h * group else F(1)
                 for c in range(panels):
+                    if g == h * group:
+                        product(write, state + c * panel, values + c * TILE, high)
                     add_product(scores, rows + c * TILE, values + c * TILE, LANES)
                     update(state + c * panel, read, rows + c * TILE, high, once)
                 if sums:
@@ -477,11 +537,12 @@ def write_gradients(
             if kind:
                 for x in range(0, deep * ROW, ROW):
                     store(grad + x, mul(load(grad + x), slope(load(key + x), kind)))
-            turn(grad, packed, deep // LANES)
             t = tensors[GRAD_KEY]
-            unpack(packed, ones, _at(tensors, GRAD_KEY, b, h, first), t[HALF], t[TOKEN], tokens, dim)
+            unpack_turned(grad, ones, _at(tensors, GRAD_KEY, b, h, first), t[HALF], t[TOKEN], tokens, dim)
             t = tensors[GRAD_VALUE]
-            unpack(values, ones, _at(tensors, GRAD_VALUE, b, h, first), t[HALF], t[TOKEN], tokens, width)
+            at, size = _at(tensors, GRAD_VALUE, b, h, first), 2 if t[HALF] else 4
+            for c in range(0, width, LANES):
+                unpack(values + c * ROW, ones, at + c * size, t[HALF], t[TOKEN], tokens, width - c)
         _write_state(tensors, GRAD_STATE, GRAD_MASS, b, h, sizes, state, panel, z)
 
 

@@ -26,8 +26,10 @@ from mercer.backends.microkernels import (
     get_double,
     load,
     load_row,
+    load_turned,
     mul,
     over,
+    prefetch,
     put,
     put_double,
     splat,
@@ -44,16 +46,6 @@ IDENTITY, ELU, RELU = range(3)
 
 
 @njit(inline="always")
-def mapped(x: Any, kind: int) -> Any:
-    """The feature map: identity, elu(x) + 1 (exp(x) below 0) or relu."""
-    if kind == ELU:
-        x = add(exp(at_most_zero(x)), at_least_zero(x))
-    elif kind == RELU:
-        x = at_least_zero(x)
-    return x
-
-
-@njit(inline="always")
 def slope(x: Any, kind: int) -> Any:
     """The feature map's derivative, from its value."""
     if kind == ELU:
@@ -67,11 +59,21 @@ def slope(x: Any, kind: int) -> Any:
 
 @njit
 def pack(
-    at: int, half: int, stride: int, tokens: int, width: int, kind: int, factors: int, there: int, tiles: int, step: int
+    at: int,
+    half: int,
+    stride: int,
+    tokens: int,
+    width: int,
+    there: int,
+    factors: int,
+    ahead: int,
+    tiles: int,
+    step: int,
 ) -> None:
-    """Tokens of a tensor as tiles `step` bytes apart, mapped, each row times its factor.
+    """Tokens of a tensor as tiles `step` bytes apart, each row times its factor.
 
-    Rows of tokens that are not there (`there` is 0) become 0, whatever stands in memory.
+    Rows of tokens that are not there (`there` is 0) become 0, whatever stands in memory. What stands `ahead` bytes
+    further is asked for.
     """
     size, zero = 2 if half else 4, splat(F(0))
     for t in range(LANES):
@@ -79,21 +81,68 @@ def pack(
         row, to, factor = at + t * stride, tiles + t * ROW, broadcast(factors + 4 * t)
         for first in range(0, width, LANES):
             x = zero
+            prefetch(row + ahead + first * size)
             if present:
-                x = mul(mapped(load_row(row + first * size, half, width - first), kind), factor)
+                x = mul(load_row(row + first * size, half, width - first), factor)
             store(to, x)
             to += step
 
 
 @njit
-def unpack(tiles: int, factors: int, at: int, half: int, stride: int, tokens: int, width: int) -> None:
-    """Tiles, each token's row times its factor, to a tensor."""
-    size = 2 if half else 4
+def pack_turned(
+    at: int,
+    half: int,
+    stride: int,
+    tokens: int,
+    width: int,
+    there: int,
+    kind: int,
+    factors: int,
+    ahead: int,
+    target: int,
+) -> None:
+    """Tokens of a tensor as `[D][16]`, mapped, each token times its factor; 0 where a token is not there, as in `pack`.
+
+    `there` is 0 where all 16 are. The rows beyond D, up to a multiple of 16, become 0.
+    """
+    size, factor = 2 if half else 4, load(factors)
+    for first in range(0, width, LANES):
+        to, count = target + first * ROW, min(LANES, width - first)
+        if there == 0 and count == LANES:
+            load_turned(at + first * size, half, stride, ahead, to)
+        else:
+            for t in range(LANES):
+                x = splat(F(0))
+                if t < tokens and (there == 0 or get(there + 4 * t) != F(0)):
+                    x = load_row(at + t * stride + first * size, half, count)
+                store(to + t * ROW, x)
+            transpose(to, to)
+        if kind == ELU:
+            for r in range(0, count * ROW, ROW):
+                x = load(to + r)
+                store(to + r, mul(add(exp(at_most_zero(x)), at_least_zero(x)), factor))
+        elif kind == RELU:
+            for r in range(0, count * ROW, ROW):
+                store(to + r, mul(at_least_zero(load(to + r)), factor))
+        else:
+            for r in range(0, count * ROW, ROW):
+                store(to + r, mul(load(to + r), factor))
+
+
+@njit
+def unpack(tile: int, factors: int, at: int, half: int, stride: int, tokens: int, width: int) -> None:
+    """16 numbers of each token, its row times its factor, to a tensor; fewer numbers where `width` is less."""
     for t in range(tokens):
-        factor, row, source = broadcast(factors + 4 * t), at + t * stride, tiles + t * ROW
-        for first in range(0, width, LANES):
-            store_row(row + first * size, half, width - first, mul(load(source), factor))
-            source += TILE
+        store_row(at + t * stride, half, width, mul(load(tile + t * ROW), broadcast(factors + 4 * t)))
+
+
+@njit
+def unpack_turned(rows: int, factors: int, at: int, half: int, stride: int, tokens: int, width: int) -> None:
+    """`[D][16]` to a tensor, each token's row times its factor; the rows are turned in place."""
+    size = 2 if half else 4
+    for first in range(0, width, LANES):
+        transpose(rows + first * ROW, rows + first * ROW)
+        unpack(rows + first * ROW, factors, at + first * size, half, stride, tokens, width - first)
 
 
 @njit
@@ -268,10 +317,14 @@ def derivative(s: Any, coefficients: Any) -> Any:
 
 
 @njit
-def put_weights(weight: int, stride: int, tokens: int, lanes: int) -> None:
-    """w of a block as lanes, 1 where there are none; 0 beyond the end."""
+def put_weights(weight: int, stride: int, tokens: int, lanes: int) -> int:
+    """w of a block as lanes, 1 where there are none; 0 beyond the end. Returns `lanes`, or 0 if no weight is 0."""
+    result = 0
     for t in range(LANES):
         w = F(0)
         if t < tokens:
             w = get(weight + t * stride) if weight else F(1)
         put(lanes + 4 * t, w)
+        if w == F(0):
+            result = lanes
+    return result
