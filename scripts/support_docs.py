@@ -9,6 +9,7 @@ from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Merged, Padding, Structure, Window, merge
@@ -31,6 +32,7 @@ KERNELS: dict[str, list[Kernel]] = {
     "`Cosine`, `TrigonometricRandomFeatures`": [Cosine(), TrigonometricRandomFeatures()],
 }
 FINITE: list[Kernel] = [k for kernels in KERNELS.values() for k in kernels if k.feature_dim(1) is not None]
+MIXED: list[Kernel] = [Mixed(Exp(), k) for k in FINITE if k.positive]
 EVERY: list[Kernel] = [k for kernels in KERNELS.values() for k in kernels]
 NORMALIZERS: dict[str, list[Normalizer]] = {
     "`Sum`, `Detached`": [Sum(), Detached()],
@@ -81,8 +83,8 @@ def page() -> Iterator[str]:
     yield ""
     yield "## Structures and forms"
     yield ""
-    yield "| structure | pairs: every kernel | with a cache | features: all but `Exp`, `Gaussian` | with a state |"
-    yield "|---|---|---|---|---|"
+    yield "| structure | pairs: all kernels | with a cache | features: all but `Exp`, `Gaussian` | with a state | `Mixed` |"
+    yield "|---|---|---|---|---|---|"
     for name, structure in STRUCTURES.items():
         merged = merge(structure)
         cells = [
@@ -90,11 +92,13 @@ def page() -> Iterator[str]:
             for path, kernels in zip(PATHS, (EVERY, FINITE), strict=True)
             for column in (forms, stateful)
         ]
+        cells.append("yes" if all(forms(MIXED, merged, path) != "-" for path in PATHS) else "-")
         yield f"| {name} | " + " | ".join(cells) + " |"
     yield ""
     yield "`Padding` composes with every structure except `Documents`; windows, `Alibi` and `Decay` compose with each"
     yield "other and with `Documents`. Grouped- and multi-query heads, a value dimension of its own, and float64,"
-    yield "float32, bfloat16 and float16 work in every cell."
+    yield "float32, bfloat16 and float16 work in every cell. `Mixed(near, far, window)` takes any two kernels by pairs,"
+    yield "and a finite `far` by features, chunked or recurrent; where it says yes, with states too."
     yield ""
     yield "## Kernels and normalisers"
     yield ""
@@ -104,8 +108,8 @@ def page() -> Iterator[str]:
         yield f"| {name} | " + " | ".join(normaliser(kernels, n) for n in NORMALIZERS.values()) + " |"
     yield ""
     yield "`SigmoidGate(gate, inner)` works where its inner normaliser does. torch's fused attention and the Numba"
-    yield "kernels serve `Sum`, `L2`, `RMS`, `Standardize` and gates around them, not `Detached`, whose gradient is"
-    yield "another."
+    yield "kernels for softmax serve `Sum`, `L2`, `RMS`, `Standardize` and gates around them, not `Detached`, whose"
+    yield "gradient is another; the Numba scan of finite kernels serves every normaliser."
 
 
 def text() -> str:
