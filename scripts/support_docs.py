@@ -83,7 +83,7 @@ def page() -> Iterator[str]:
     yield ""
     yield "## Structures and forms"
     yield ""
-    yield "| structure | pairs: all kernels | with a cache | features: all but `Exp`, `Gaussian` | with a state | `Mixed` |"
+    yield "| structure | pairs: all kernels | cache | features: all but `Exp`, `Gaussian` | with a state | `Mixed` |"
     yield "|---|---|---|---|---|---|"
     for name, structure in STRUCTURES.items():
         merged = merge(structure)
