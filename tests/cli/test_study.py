@@ -13,7 +13,7 @@ from tests.studies import examples
 from typer.testing import CliRunner
 
 from mercer.cli.main import app
-from mercer.studies import cost, orders, recall
+from mercer.studies import approximation, cost, orders, recall
 from mercer.studies.records import write_record
 
 COMMON = {"attentions": ("exp-l2", "elu-sum"), "device": "cpu", "quiet": True}
@@ -28,7 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({"budget": budget, "out": out} | options)
         return Path("page.html")
 
-    for study in (orders, recall, cost):
+    for study in (orders, recall, cost, approximation):
         monkeypatch.setattr(study, "run", run)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # the command would set it for the whole process
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/mercer", "study", "orders", "--text", "two words.txt"])
@@ -44,6 +44,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ),
         (["recall", "--seeds", "2", "--steps", "7"], {"seeds": 2, "steps": 7}),
         (["cost"], {}),
+        (
+            ["approximation", "--text", "a", "--steps", "7", "--target", "0.05"],
+            {"text": ["a"], "steps": 7, "target": 0.05, "model": None},
+        ),
     ],
 )
 def test_every_option_arrives(calls: list[dict[str, Any]], words: list[str], more: dict[str, Any]) -> None:
@@ -57,13 +61,18 @@ def test_every_option_arrives(calls: list[dict[str, Any]], words: list[str], mor
 
 
 def test_the_folder_has_the_names_of_study_and_budget(calls: list[dict[str, Any]]) -> None:
-    for words in (["orders"], ["recall", "--budget", "standard"], ["cost"]):
+    for words in (["orders"], ["recall", "--budget", "standard"], ["cost"], ["approximation"]):
         CliRunner().invoke(app, ["study", *words])
-    assert [str(call["out"]) for call in calls] == ["runs/orders-quick", "runs/recall-standard", "runs/cost-quick"]
+    assert [str(call["out"]) for call in calls] == [
+        "runs/orders-quick",
+        "runs/recall-standard",
+        "runs/cost-quick",
+        "runs/approximation-quick",
+    ]
 
 
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    for study in ("orders", "recall", "cost"):
+    for study in ("orders", "recall", "cost", "approximation"):
         done = CliRunner().invoke(app, ["study", study, "--budget", "tiny", "-o", str(tmp_path / study)])
         assert done.exit_code == 2
         assert done.stderr.splitlines() == ["Error: budget 'tiny' is unknown; use quick, standard, full."]
@@ -71,7 +80,13 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
 
 
 def test_a_number_out_of_range_is_named_as_its_flag(tmp_path: Path) -> None:
-    for study, flag, value in (("orders", "--steps", "0"), ("recall", "--seeds", "-1"), ("orders", "--lr", "nan")):
+    for study, flag, value in (
+        ("orders", "--steps", "0"),
+        ("recall", "--seeds", "-1"),
+        ("orders", "--lr", "nan"),
+        ("approximation", "--target", "1.0"),
+        ("approximation", "--steps", "0"),
+    ):
         done = CliRunner().invoke(app, ["study", study, flag, value, "-o", str(tmp_path / study)])
         assert done.exit_code == 2
         name = "--learning-rate" if flag == "--lr" else flag
@@ -96,7 +111,7 @@ def test_a_report_is_rendered_again(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "cannot be read: no such file or directory."),
-        (b"{}", "is not the JSON of a mercer study: its key 'study' must be orders, recall or cost."),
+        (b"{}", "is not the JSON of a mercer study: its key 'study' must be orders, recall, cost or approximation."),
         (b"[", "is not the JSON of a mercer study: it is not valid JSON."),
         (b"\xff\xfe", "is not the JSON of a mercer study: it is not text."),
         (b'{"study": "cost"}', "is not the JSON of a mercer study: finished is missing."),

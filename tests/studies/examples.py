@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import math
 
-from mercer.studies.records import Corpus, CostRecord, Finding, OrdersRecord, Provenance, RecallRecord
+from mercer.studies.records import (
+    ApproximationRecord,
+    Corpus,
+    CostRecord,
+    Finding,
+    OrdersRecord,
+    Provenance,
+    RecallRecord,
+)
+from mercer.studies.records.approximation import (
+    ApproximationArm,
+    ApproximationInputs,
+    ApproximationNeed,
+    ApproximationPoint,
+)
+from mercer.studies.records.common import Interval
 from mercer.studies.records.cost import CostPoint, CostShape, Crossing, MachineRates, Where
 from mercer.studies.records.orders import Arm, ArmSummary, OrdersTrial, Point
 from mercer.studies.records.recall import Capacity, RecallResult, RecallSummary, RecallTask, RecallTrial
@@ -256,3 +271,84 @@ def cost(finished: bool = True) -> CostRecord:
             Finding(question="Does the plan rank the forms as the clock does?", verdict="undecided", text="In 5 of 6.")
         ],
     )
+
+
+def approximation(finished: bool = True) -> ApproximationRecord:
+    arms = [
+        ApproximationArm(
+            name=f"taylor{p}{'-signed' if p % 2 else ''}-sum", family="taylor", series="taylor-sum", order=p
+        )
+        for p in range(1, 5)
+    ]
+    arms += [
+        ApproximationArm(name=name.format(m), family="features", series=name.format(""), count=m)
+        for name in ("favor{}-sum", "favor{}-sum+independent", "trig{}-signed-sum")
+        for m in (16, 64, 256)
+    ]
+    arms.append(ApproximationArm(name="elu-sum", family="other", series="elu-sum"))
+    spreads: list[float | None] = [0.5, 1.0, 4.0, None, None]
+    inputs = [
+        ApproximationInputs(
+            name=f"layer{place - 3}" if spread is None else f"random-D16-sd{spread:g}",
+            kind="model" if spread is None else "random", dim=16, batch=1, heads=2, length=64, rows=8, spread=spread,
+            layer=place - 3 if spread is None else None, score_low=-4, score_mean=0, score_deviation=spread or 1.2,
+            score_high=5,
+        )
+        for place, spread in enumerate(spreads)
+    ]  # fmt: skip
+    points, needs = [], []
+    for at in inputs:
+        size = at.score_deviation
+        for arm in arms:
+            drawn = arm.count is not None
+            error = 0.6 * size
+            if arm.order:
+                error = size**arm.order / math.factorial(arm.order + 1)
+            if arm.count:
+                error = size * 6 * arm.count ** (-0.5 if size < 1 else -0.2) * (200 if "trig" in arm.name else 1)
+            found = Interval(
+                mean=error, low=0.8 * error, high=1.3 * error, count=8, over="rows and draws" if drawn else "rows"
+            )
+            theory = None if not drawn else math.expm1(4 * size) / (arm.count or 1)
+            points.append(
+                ApproximationPoint(
+                    inputs=at.name, arm=arm.name, error=found, by_head=[error, 1.1 * error],
+                    by_draw=[0.9 * error, 1.1 * error] if drawn else [],
+                    variation=found.model_copy(update={"mean": error / 3, "low": error / 4, "high": error / 2}),
+                    negative=0.1 if (arm.order or 0) % 2 else 0, not_positive=0, theory=theory,
+                    median=None if theory is None else theory / 5,
+                    measured=None if theory is None else found.model_copy(update={"mean": theory, "low": theory / 2}),
+                )
+            )  # fmt: skip
+        needs.append(
+            ApproximationNeed(
+                inputs=at.name, series="taylor-sum", kind="order", number=None if size > 3 else 6, error=0.05,
+                pointwise=None if size > 3 else 20, text="for an error of 0.1, order 6",
+            )
+        )  # fmt: skip
+        needs.append(
+            ApproximationNeed(
+                inputs=at.name, series="favor-sum", kind="features", number=1200 if size < 1 else None,
+                exponent=Interval(mean=0.5 if size < 1 else 0.2, low=0.1, high=0.6, count=3, over="draws"),
+                holds=size < 1, predicted=1200.0, text="1,200 features",
+            )
+        )  # fmt: skip
+    return ApproximationRecord(
+        finished=finished,
+        provenance=provenance("approximation", [0]),
+        corpus=Corpus(
+            name="Python 3.11.7 standard library", sha256="ab" * 32, train_files=900, heldout_files=45,
+            train_tokens=11_000_000, heldout_tokens=600_000,
+        ),
+        model={"dim": 32, "layers": 2, "heads": 2},
+        training={"steps": 300},
+        model_source="trained here",
+        heldout_loss=1.9,
+        target=0.1,
+        draws=8,
+        arms=arms,
+        inputs=inputs,
+        points=points,
+        needs=needs,
+        findings=[Finding(question="Does the law hold?", verdict="undecided", text="In 1 of 5 cases.")],
+    )  # fmt: skip

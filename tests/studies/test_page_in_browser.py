@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.studies import examples
 
-from mercer.studies.records import CostRecord, OrdersRecord, RecallRecord
+from mercer.studies.records import AnyRecord
 from mercer.studies.report import render
 
 # A browser's window has a least width, a frame inside has not.
@@ -52,9 +52,13 @@ setTimeout(() => {
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("record", [examples.orders(), examples.recall(), examples.cost()], ids=lambda r: r.study)
+@pytest.mark.parametrize(
+    "record",
+    [examples.orders(), examples.recall(), examples.cost(), examples.approximation()],
+    ids=lambda r: r.study,
+)
 def test_the_page_draws_offline_and_fits(
-    record: OrdersRecord | RecallRecord | CostRecord, width: int, dump: Callable[[Path, int], str], tmp_path: Path
+    record: AnyRecord, width: int, dump: Callable[[Path, int], str], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
     page.write_text(render(record).replace("<head>", "<head>" + PROBE, 1).replace("</body>", MEASURE + "</body>", 1))

@@ -6,23 +6,27 @@ import pytest
 from tests.studies import examples
 
 from mercer.errors import InvalidArgument
-from mercer.studies.records import CostRecord, OrdersRecord, RecallRecord, read_record, write_record
+from mercer.studies.records import AnyRecord, read_record, write_record
 from mercer.studies.records.common import Interval
 
-RECORDS = [examples.orders(), examples.orders(seeds=3, finished=False), examples.recall(), examples.cost()]
+RECORDS = [
+    examples.orders(),
+    examples.orders(seeds=3, finished=False),
+    examples.recall(),
+    examples.cost(),
+    examples.approximation(),
+]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: f"{r.study}-{r.finished}")
-def test_a_record_comes_back_as_it_was_written(
-    record: OrdersRecord | RecallRecord | CostRecord, tmp_path: Path
-) -> None:
+def test_a_record_comes_back_as_it_was_written(record: AnyRecord, tmp_path: Path) -> None:
     path = write_record(record, tmp_path)
     assert path.name == f"{record.study}.json"
     assert read_record(path) == record
 
 
 @pytest.mark.parametrize("record", RECORDS[1:], ids=lambda r: r.study)
-def test_the_schema_beside_it_describes_it(record: OrdersRecord | RecallRecord | CostRecord, tmp_path: Path) -> None:
+def test_the_schema_beside_it_describes_it(record: AnyRecord, tmp_path: Path) -> None:
     path = write_record(record, tmp_path)
     schema = json.loads(path.with_suffix(".schema.json").read_text())
     content = json.loads(path.read_text())

@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 from tests.studies import examples
 
-from mercer.studies.records import CostRecord, OrdersRecord, RecallRecord, write_record
+from mercer.studies.records import AnyRecord, OrdersRecord, write_record
 from mercer.studies.records.common import Finding
 from mercer.studies.report import numbers, orders, render, write_page
 from mercer.studies.report.blocks import Figure
 from mercer.studies.report.marks import DARK_BACKGROUND, LIGHT_BACKGROUND, all_colours, contrast, label, mark
 
-Any_ = OrdersRecord | RecallRecord | CostRecord
-RECORDS = [examples.orders(), examples.orders(seeds=3), examples.recall(), examples.cost()]
+RECORDS = [
+    examples.orders(),
+    examples.orders(seeds=3),
+    examples.recall(),
+    examples.cost(),
+    examples.approximation(),
+]
 
 
 def words(page: str) -> str:
@@ -26,7 +31,7 @@ def words(page: str) -> str:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.study)
-def test_the_page_is_one_file_that_the_network_cannot_reach(record: Any_) -> None:
+def test_the_page_is_one_file_that_the_network_cannot_reach(record: AnyRecord) -> None:
     page = render(record)
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
     assert policy
@@ -41,7 +46,7 @@ def test_the_page_is_one_file_that_the_network_cannot_reach(record: Any_) -> Non
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.study)
-def test_the_page_says_findings_command_and_environment(record: Any_) -> None:
+def test_the_page_says_findings_command_and_environment(record: AnyRecord) -> None:
     text = words(render(record))
     for finding in record.findings:
         assert finding.question in text
@@ -53,7 +58,7 @@ def test_the_page_says_findings_command_and_environment(record: Any_) -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.study)
-def test_every_figure_has_words_and_every_plot_its_place(record: Any_) -> None:
+def test_every_figure_has_words_and_every_plot_its_place(record: AnyRecord) -> None:
     page = render(record)
     plots = json.loads(re.search(r'<script type="application/json" id="plots">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     places = re.findall(r'id="plot-([^"]+)" role="img" aria-label="([^"]+)"', page)
@@ -151,6 +156,9 @@ def test_marks_tell_parity_and_normaliser_apart() -> None:
         "linear": "elu · sum",
         "exp-sum": "softmax",
         "power2-identity": "Power 2 · no normaliser",
+        "favor256-sum+independent": "FAVOR+ 256 · sum + independent",
+        "trig64-signed-sum": "Trigonometric 64 signed · sum",
+        "expfeatures-sum": "exp features · sum",
     }
     assert {name: label(name) for name in expected} == expected
 

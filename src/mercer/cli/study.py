@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mercer.cli.flags import as_typed
+from mercer.cli.locate import model_folder
 
 Budget = Annotated[str, typer.Option(help="quick (about ten minutes on two cores), standard or full.")]
 Out = Annotated[
@@ -28,6 +29,7 @@ def register(app: typer.Typer) -> None:
     group.command()(orders)
     group.command()(recall)
     group.command()(cost)
+    group.command()(approximation)
     app.add_typer(group, name="study")
 
 
@@ -110,6 +112,51 @@ def cost(
     with as_typed(cost):
         page = run(
             budget, out or Path(f"runs/cost-{budget}"), attentions=attention or (), device=device, command=command,
+            quiet=quiet,
+        )  # fmt: skip
+    typer.echo(page)
+
+
+def approximation(
+    budget: Annotated[str, typer.Option(help="quick (a few minutes on two cores), standard or full.")] = "quick",
+    out: Out = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A run, checkpoint or model to take queries, keys and values from (one is trained here)."),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Files, folders or globs to read; may be repeated (the Python library's source)."),
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attention",
+            "-a",
+            help="Instead of the budget's; may be repeated: taylor4-sum, favor256-sum, trig64-signed-sum, elu-sum.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps of the model; quick otherwise measures how many fit.")
+    ] = None,
+    target: Annotated[float, typer.Option(help="Relative error that orders and numbers of features are for.")] = 0.1,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """How far is each kernel from softmax attention?
+
+    And what order, or how many random features, does a wanted error need? On random queries and keys of growing scores,
+    and on those of a trained model, layer by layer and head by head. Random features may end in '+independent'
+    (directions that are not orthogonal) or '+sqrt' (norms that are all sqrt(D)). Stopped at any moment, the same
+    command continues.
+    """
+    command = _command()
+    from mercer.studies.approximation import run
+
+    with as_typed(approximation):
+        page = run(
+            budget, out or Path(f"runs/approximation-{budget}"), model=None if model is None else model_folder(model),
+            text=text or (), attentions=attention or (), steps=steps, target=target, device=device, command=command,
             quiet=quiet,
         )  # fmt: skip
     typer.echo(page)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Verdict = Literal["supported", "refuted", "undecided"]
+Over = Literal["seeds", "blocks", "rows", "draws", "rows and draws", "nothing"]
 
 
 class Record(BaseModel):
@@ -18,15 +19,16 @@ class Record(BaseModel):
 class Interval(Record):
     """A mean and its confidence interval by the t-distribution.
 
-    ``over`` names what varied between the ``count`` samples: ``"seeds"`` (whole training runs) or ``"blocks"`` (blocks
-    of held-out text, one run: it says nothing about another seed). ``low`` and ``high`` are null for one sample.
+    ``over`` names what varied between the ``count`` samples: ``"seeds"`` (whole training runs), ``"blocks"`` (blocks
+    of held-out text, one run: it says nothing about another seed), ``"rows"`` (of an attention), ``"draws"`` (of random
+    features) or both (on the scale of logarithms then). ``low`` and ``high`` are null for one sample.
     """
 
     mean: float
     low: float | None = None
     high: float | None = None
     count: int = Field(ge=1)
-    over: Literal["seeds", "blocks"] = "seeds"
+    over: Over = "seeds"
     confidence: float = Field(default=0.95, gt=0, lt=1)
 
     @property

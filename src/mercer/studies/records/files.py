@@ -10,16 +10,18 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from mercer.errors import InvalidArgument
 from mercer.runtime.files import write_file
+from mercer.studies.records.approximation import ApproximationRecord
 from mercer.studies.records.cost import CostRecord
 from mercer.studies.records.orders import OrdersRecord
 from mercer.studies.records.recall import RecallRecord
 
-StudyRecord = Annotated[OrdersRecord | RecallRecord | CostRecord, Field(discriminator="study")]
-STUDIES = ("orders", "recall", "cost")
-_adapter: TypeAdapter[OrdersRecord | RecallRecord | CostRecord] = TypeAdapter(StudyRecord)
+AnyRecord = OrdersRecord | RecallRecord | CostRecord | ApproximationRecord
+StudyRecord = Annotated[AnyRecord, Field(discriminator="study")]
+STUDIES = ("orders", "recall", "cost", "approximation")
+_adapter: TypeAdapter[AnyRecord] = TypeAdapter(StudyRecord)
 
 
-def write_record(record: OrdersRecord | RecallRecord | CostRecord, folder: Path) -> Path:
+def write_record(record: AnyRecord, folder: Path) -> Path:
     """Write ``<study>.json`` and ``<study>.schema.json`` into ``folder``; return the path of the first."""
     path = folder / f"{record.study}.json"
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **type(record).model_json_schema()}
@@ -28,7 +30,7 @@ def write_record(record: OrdersRecord | RecallRecord | CostRecord, folder: Path)
     return path
 
 
-def read_record(path: Path) -> OrdersRecord | RecallRecord | CostRecord:
+def read_record(path: Path) -> AnyRecord:
     """Read a study's JSON. Raises :class:`InvalidArgument` for anything else, naming the first thing wrong."""
     try:
         text = path.read_text(encoding="utf-8")

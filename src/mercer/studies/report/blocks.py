@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -16,6 +16,10 @@ class Entry:
     dash: str
     traces: tuple[int, ...]
     shown: bool = True
+
+    def with_trace(self, trace: int) -> Entry:
+        """The same entry, which shows and hides one trace more."""
+        return replace(self, traces=(*self.traces, trace))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,28 @@ LIGHT_BACKGROUND, DARK_BACKGROUND = "#ffffff", "#14171c"
 _SOFTMAX, _OTHER = "#7a8494", "#8f7a2f"
 GUIDE = "#868686"
 """A line that joins different attentions, each of which is marked in its own colour."""
-_KERNELS = {"exp": "#0f9488", "elu": "#b4690e", "relu": "#4f8f2f", "cosine": "#3f78c9"}
+_KERNELS = {
+    "exp": "#0f9488",
+    "elu": "#b4690e",
+    "relu": "#4f8f2f",
+    "cosine": "#3f78c9",
+    "dpfp": "#a8487f",
+    "expfeatures": "#2e8aa6",
+    "favor": "#3f78c9",
+    "hyperbolic": "#8a5fd3",
+    "trig": "#c2543f",
+    "rfa": "#9a6b3f",
+}
+_WORDS = {
+    "elu": "elu",
+    "relu": "relu",
+    "dpfp": "DPFP",
+    "expfeatures": "exp features",
+    "favor": "FAVOR+",
+    "hyperbolic": "FAVOR+ hyperbolic",
+    "trig": "Trigonometric",
+    "rfa": "RFA",
+}
 _ORDERS = ("#b4690e", "#d25f2c", "#cc4a74", "#b04fae", "#8a5fd3", "#5f76d8", "#2f86b8")
 _DASHES = {"sum": "dash", "l2": "solid", "rms": "dot", "identity": "longdash"}
 
@@ -45,7 +66,7 @@ def mark(name: str) -> Mark:
     if (kernel, normalizer) == ("exp", "sum"):
         return Mark(_SOFTMAX, "solid", "square", 3.0)
     dash = "dashdot" if extra else _DASHES.get(normalizer, "solid")
-    if number:
+    if number and kernel in ("taylor", "power"):
         order = int(number)
         return Mark(_ORDERS[min(order, len(_ORDERS) - 1)], dash, "diamond-open" if order % 2 else "circle", 2.0)
     return Mark(_KERNELS.get(kernel, _OTHER), dash, "triangle-up", 2.0)
@@ -62,10 +83,18 @@ def label(name: str) -> str:
     if (kernel, normalizer) == ("exp", "sum"):
         text = "softmax"
     else:
-        word = kernel if kernel in ("elu", "relu") else kernel.capitalize()
+        word = _WORDS.get(kernel, kernel.capitalize())
         ending = {"l2": "L2", "rms": "RMS", "identity": "no normaliser"}.get(normalizer, normalizer)
         text = f"{word} {number}".rstrip() + (" signed" if signed else "") + (f" · {ending}" if ending else "")
     return f"{text} + {extra}" if extra else text
+
+
+def numbered(place: int) -> Mark:
+    """The mark of the ``place``-th of several lines that are told apart by a number or by being variants."""
+    symbols = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
+    dashes = ("solid", "dash", "dashdot", "longdash", "dot")
+    colour = _ORDERS[(3 * place + 6) % len(_ORDERS)]
+    return Mark(colour, dashes[place % len(dashes)], symbols[place % len(symbols)], 2.0)
 
 
 def contrast(first: str, second: str) -> float:

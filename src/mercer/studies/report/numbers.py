@@ -29,6 +29,15 @@ def interval(value: Interval | None, digits: int = 3, sign: bool = False) -> str
     return f"{mean} ± {decimal((value.high - value.low) / 2, digits)}"
 
 
+def bounds(value: Interval | None) -> str:
+    """``mean [low, high]`` in three digits, for intervals that need not be symmetric."""
+    if value is None:
+        return MISSING
+    if value.low is None or value.high is None:
+        return f"{value.mean:.3g}"
+    return f"{value.mean:.3g} [{value.low:.3g}, {value.high:.3g}]"
+
+
 def short(value: float | None, unit: str = "") -> str:
     """Three significant digits with k, M, G: 1 234 567 becomes 1.23M, or with a unit 1.23 MB."""
     gap = " " if unit else ""

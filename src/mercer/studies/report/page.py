@@ -13,9 +13,9 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from mercer.runtime.files import write_file
-from mercer.studies.records import CostRecord, OrdersRecord, RecallRecord
+from mercer.studies.records import AnyRecord, ApproximationRecord, CostRecord, OrdersRecord, RecallRecord
 from mercer.studies.records.files import read_record
-from mercer.studies.report import cost, numbers, orders, recall
+from mercer.studies.report import approximation, cost, numbers, orders, recall
 from mercer.studies.report.blocks import Figure, Page, Table
 
 
@@ -49,7 +49,7 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _build(record: OrdersRecord | RecallRecord | CostRecord) -> Page:
+def _build(record: AnyRecord) -> Page:
     match record:
         case OrdersRecord():
             return orders.build(record)
@@ -57,6 +57,8 @@ def _build(record: OrdersRecord | RecallRecord | CostRecord) -> Page:
             return recall.build(record)
         case CostRecord():
             return cost.build(record)
+        case ApproximationRecord():
+            return approximation.build(record)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -73,7 +75,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def render(record: OrdersRecord | RecallRecord | CostRecord) -> str:
+def render(record: AnyRecord) -> str:
     """The page of a record, as HTML."""
     page = _build(record)
     figures = [part for section in page.sections for part in section.parts if isinstance(part, Figure)]

@@ -1,0 +1,178 @@
+"""One set of inputs of the study of approximation: every arm measured on it, and what each series needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mercer.approximation import ApproximationError, Estimate, NeededFeatures, NeededOrder, approximation_error
+from mercer.approximation.needed import fitted_law, least_count
+from mercer.core.random_features import RandomFeatures
+from mercer.studies.approximation_arms import Arm
+from mercer.studies.approximation_inputs import Inputs
+from mercer.studies.records.approximation import ApproximationInputs, ApproximationNeed, ApproximationPoint
+from mercer.studies.records.common import Interval, Over, Record
+
+LEAST_COUNTS = 3
+"""Numbers of features that a law is fitted to, at least."""
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the inputs and of the samples.
+
+    Attributes:
+        length, heads: of random inputs.
+        rows: positions measured.
+        draws: of random features.
+        windows: of held-out text that a model reads.
+    """
+
+    length: int
+    heads: int
+    rows: int
+    draws: int
+    windows: int
+
+
+class Cell(Record):
+    """What one set of inputs gave; kept between calls."""
+
+    inputs: ApproximationInputs
+    points: list[ApproximationPoint]
+    needs: list[ApproximationNeed]
+
+
+def measure(
+    inputs: Inputs,
+    arms: Sequence[Arm],
+    sizes: Sizes,
+    target: float,
+    device: torch.device,
+    show: Callable[[int, str], None],
+) -> Cell:
+    """Every arm at the same rows. ``show(arms done, name)`` is called before each."""
+    query, key, value = (x.to(device) for x in inputs.make())
+    seeking = _seekers(arms)
+    found: dict[str, ApproximationError] = {}
+    for place, arm in enumerate(arms):
+        show(place, arm.record.name)
+        drawn = isinstance(arm.kernel, RandomFeatures)
+        found[arm.record.name] = approximation_error(
+            query, key, value, arm.kernel, normalizer=arm.normalizer, structure=inputs.structure, scale=inputs.scale,
+            rows=sizes.rows, draws=sizes.draws if drawn else None, seed=0, confidence=CONFIDENCE,
+            target=target if arm.record.name in seeking else None,
+        )  # fmt: skip
+    first = next(iter(found.values()))
+    scores = first.scores
+    return Cell(
+        inputs=ApproximationInputs(
+            name=inputs.name, kind=inputs.kind, dim=first.dim, batch=first.batch, heads=first.heads, length=first.keys,
+            rows=first.rows, spread=inputs.spread, layer=inputs.layer, score_low=scores.low, score_mean=scores.mean,
+            score_deviation=scores.deviation, score_high=scores.high,
+        ),
+        points=[_point(inputs.name, name, result) for name, result in found.items()],
+        needs=[
+            *(_order(inputs.name, arm, found[arm.record.name]) for arm in arms if arm.record.name in seeking),
+            *_features(inputs.name, arms, found, first.dim, target),
+        ],
+    )  # fmt: skip
+
+
+def _seekers(arms: Iterable[Arm]) -> set[str]:
+    """One Taylor arm of each series, an even one if there is: the order that it needs stands for the series."""
+    chosen: dict[str, Arm] = {}
+    for arm in arms:
+        if arm.record.family == "taylor":
+            old = chosen.setdefault(arm.record.series, arm)
+            if old.record.parity == "odd" and arm.record.parity == "even":
+                chosen[arm.record.series] = arm
+    return {arm.record.name for arm in chosen.values()}
+
+
+def _point(inputs: str, name: str, found: ApproximationError) -> ApproximationPoint:
+    spread = found.spread
+    return ApproximationPoint(
+        inputs=inputs,
+        arm=name,
+        error=_interval(found.error, found),
+        by_head=[_finite(head.value) for head in found.by_head],
+        by_draw=[value for value in found.by_draw if math.isfinite(value)],
+        variation=None if found.variation is None else _interval(found.variation, found),
+        negative=found.negative,
+        not_positive=found.not_positive,
+        theory=None if spread is None else _finite(spread.theory),
+        median=None if spread is None else _finite(spread.median),
+        measured=None if spread is None else _interval(spread.measured, found),
+    )
+
+
+def _order(inputs: str, arm: Arm, found: ApproximationError) -> ApproximationNeed:
+    needed = found.needed
+    assert isinstance(needed, NeededOrder)
+    return ApproximationNeed(
+        inputs=inputs, series=arm.record.series, kind="order", number=needed.order, error=_finite(needed.error),
+        pointwise=needed.pointwise, text=str(needed),
+    )  # fmt: skip
+
+
+def _features(
+    inputs: str, arms: Sequence[Arm], found: dict[str, ApproximationError], dim: int, target: float
+) -> list[ApproximationNeed]:
+    """The law of each series of random features, from the draws of its arms."""
+    needs: list[ApproximationNeed] = []
+    for series in dict.fromkeys(arm.record.series for arm in arms if arm.record.family == "features"):
+        chosen = [arm for arm in arms if arm.record.series == series]
+        kernels = {arm.record.name: arm.kernel for arm in chosen}
+        errors: dict[int, tuple[float, ...]] = {}
+        step = 1
+        for name, kernel in sorted(kernels.items(), key=lambda item: getattr(item[1], "count", 0)):
+            assert isinstance(kernel, RandomFeatures)
+            step = kernel.features_per_direction
+            if kernel.count >= least_count(kernel, dim) and all(map(math.isfinite, found[name].by_draw)):
+                errors[kernel.count] = found[name].by_draw
+        if len(errors) >= LEAST_COUNTS:
+            table = torch.tensor(list(errors.values()), dtype=torch.float64)
+            law = fitted_law(list(errors), table, step, target, CONFIDENCE)
+            needs.append(_law(inputs, series, law))
+    return needs
+
+
+def _law(inputs: str, series: str, law: NeededFeatures) -> ApproximationNeed:
+    exponent = law.exponent
+    return ApproximationNeed(
+        inputs=inputs,
+        series=series,
+        kind="features",
+        number=law.count,
+        error=law.checked,
+        exponent=Interval(
+            mean=exponent.value, low=exponent.low, high=exponent.high, count=len(law.counts), over="draws"
+        ),
+        holds=law.holds,
+        predicted=_finite(law.predicted.value),
+        text=str(law),
+    )
+
+
+def _interval(found: Estimate, of: ApproximationError) -> Interval | None:
+    if not math.isfinite(found.value):
+        return None
+    low, high = (None if end is None or not math.isfinite(end) else end for end in (found.low, found.high))
+    if low is None or high is None:
+        low = high = None
+    sampled = {"rows": of.rows, "draws": of.draws or 1, "rows and draws": min(of.rows, of.draws or 1), "nothing": 1}
+    over: Over = "nothing"
+    for known in ("rows", "draws", "rows and draws"):
+        over = known if found.over == known else over
+    return Interval(
+        mean=found.value, low=low, high=high, count=sampled[over], over=over, confidence=found.confidence
+    )  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,359 @@
+"""The page of ``mercer study approximation``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from mercer.studies.records.approximation import (
+    ApproximationArm,
+    ApproximationInputs,
+    ApproximationPoint,
+    ApproximationRecord,
+)
+from mercer.studies.records.common import Interval
+from mercer.studies.report import numbers
+from mercer.studies.report.approximation_tables import heads, needs, table
+from mercer.studies.report.blocks import Figure, Page, Section
+from mercer.studies.report.figures import Plot
+from mercer.studies.report.marks import GUIDE, Mark, label, mark, numbered
+
+HIGHEST = 100.0
+"""Errors above this are drawn at the upper edge of a figure's range: a kernel that far off is of no use anyway."""
+
+
+def build(record: ApproximationRecord) -> Page:
+    """The page, from the record alone."""
+    look = _Look(record)
+    sections = (
+        Section(
+            "Taylor orders",
+            "The exponential's series cut off after a number of terms. It is exact near 0 and needs more terms the "
+            "longer the scores are, below 0 three times as many as above.",
+            tuple(_by_order(look)),
+        ),
+        Section(
+            "Random features",
+            "An average over m random directions whose mean is the exponential. Where single values scatter little, "
+            "the error falls as m to the power of -1/2, the dotted line; where their tail is heavy, it does not.",
+            tuple(_by_count(look)),
+        ),
+        Section(
+            "The trained model, layer by layer",
+            "Queries, keys and values of every layer on held-out text. Nothing was trained for the kernels: this is "
+            "what exchanging softmax for them would change at once.",
+            (*_by_layer(look), *heads(record)),
+        ),
+        Section(
+            "Scatter in theory and as drawn",
+            "The relative variance of a single kernel value, averaged over pairs of query and key as softmax attends "
+            "to them.",
+            tuple(_variance(look)),
+        ),
+        Section(
+            "What a wanted error needs",
+            f"For a relative error of {record.target:g}: the Taylor order, found by measuring, and the number of "
+            "random features, by the law where it holds.",
+            tuple(needs(record)),
+        ),
+        Section("Everything measured", f"{len(record.points)} measurements.", tuple(table(record))),
+    )
+    random = [at for at in record.inputs if at.kind == "random"]
+    layers = len(record.inputs) - len(random)
+    return Page(
+        title="How far is each kernel from softmax attention?",
+        summary=f"{len(record.arms)} attentions against the exponential under the same normaliser, on random inputs "
+        f"of {len(random)} kinds and on {layers} layers of a trained model; and what order or how many features an "
+        f"error of {record.target:g} needs.",
+        facts=(
+            ("Wanted error", f"{record.target:g}"),
+            ("Draws of features", str(record.draws)),
+            ("Model", record.model_source if record.model_source == "trained here" else "given"),
+            ("Budget", record.provenance.budget),
+            ("Working time", numbers.duration(record.provenance.seconds)),
+        ),
+        sections=tuple(section for section in sections if section.parts),
+        method=_method(record),
+    )
+
+
+def inputs_label(name: str) -> str:
+    """Inputs in words: ``"random-D16-sd0.5"`` becomes ``"D 16, spread 0.5"``, ``"layer0"`` becomes ``"layer 1"``."""
+    found = re.fullmatch(r"random-D(\d+)-sd([\d.e+-]+)", name)
+    if found:
+        return f"D {found[1]}, spread {found[2]}"
+    return f"layer {int(name.removeprefix('layer')) + 1}" if name.startswith("layer") else name
+
+
+class _Look:
+    """The record, looked up by inputs and arm."""
+
+    def __init__(self, record: ApproximationRecord) -> None:
+        self.record = record
+        self.point = {(p.inputs, p.arm): p for p in record.points}
+        self.groups: dict[str, list[ApproximationInputs]] = {}
+        for at in record.inputs:
+            group = f"D = {at.dim}, random" if at.kind == "random" else "trained model"
+            self.groups.setdefault(group, []).append(at)
+
+    def series(self, family: str) -> list[str]:
+        return list(dict.fromkeys(arm.series for arm in self.record.arms if arm.family == family))
+
+    def members(self, series: str) -> list[ApproximationArm]:
+        chosen = [arm for arm in self.record.arms if arm.series == series]
+        return sorted(chosen, key=lambda arm: arm.order if arm.order is not None else arm.count or 0)
+
+    def measured(self, at: ApproximationInputs, arms: Sequence[ApproximationArm]) -> list[ApproximationPoint]:
+        found = [self.point.get((at.name, arm.name)) for arm in arms]
+        return [p for p in found if p is not None and p.error is not None and p.error.mean > 0]
+
+
+def _error_axis(points: Sequence[ApproximationPoint]) -> dict[str, object]:
+    values = [p.error.mean for p in points if p.error is not None]
+    return numbers.ticks([min(v, HIGHEST) for v in values], 10, lambda v: f"{v:g}")
+
+
+def _capped(points: Sequence[ApproximationPoint]) -> tuple[list[float], list[Interval | None], list[str]]:
+    """Errors for a figure, none above ``HIGHEST``, and the true ones in words."""
+    values, spread, words = [], [], []
+    for p in points:
+        assert p.error is not None
+        words.append(numbers.bounds(p.error))
+        if p.error.mean > HIGHEST:
+            values.append(HIGHEST)
+            spread.append(None)
+        else:
+            high = p.error.high if p.error.high is None else min(p.error.high, HIGHEST)
+            values.append(p.error.mean)
+            spread.append(p.error.model_copy(update={"high": high}))
+    return values, spread, words
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _ends(name: str, points: Sequence[ApproximationPoint], numbers_of: Sequence[int]) -> str:
+    first, last = points[0].error, points[-1].error
+    assert first is not None
+    assert last is not None
+    return f"{name} {first.mean:.2g} at {numbers_of[0]} to {last.mean:.2g} at {numbers_of[-1]}"
+
+
+def _by_order(look: _Look) -> list[Figure]:
+    figures: list[Figure] = []
+    for group, places in look.groups.items():
+        for series in look.series("taylor"):
+            arms = look.members(series)
+            every = [p for at in places for p in look.measured(at, arms)]
+            plot = Plot("Taylor order", "relative error", y_log=True, x_axis={"dtick": 1}, y_axis=_error_axis(every))
+            said: list[str] = []
+            for number, at in enumerate(places):
+                points = look.measured(at, arms)
+                if not points:
+                    continue
+                orders = [arm.order or 0 for arm in arms if look.point.get((at.name, arm.name)) in points]
+                values, spread, words = _capped(points)
+                name = inputs_label(at.name)
+                plot.line(
+                    name, orders, values, numbered(number)._replace(dash="solid"), mode="lines+markers",
+                    spread=spread, symbols=["diamond-open" if order % 2 else "circle" for order in orders],
+                    hover="order %{x}: %{text}", text=words, size=9,
+                )  # fmt: skip
+                said.append(_ends(name, points, orders))
+            if plot.traces:
+                name = label(series)
+                figures.append(
+                    plot.figure(
+                        f"orders-{_slug(group)}-{_slug(series)}",
+                        f"{name}: {group}",
+                        f"Relative error against the Taylor order, {group}, logarithmic: {'; '.join(said)}.",
+                        "Filled circles are even orders, whose weights are positive; hollow diamonds are odd ones, "
+                        "whose weights turn negative. Bars are 95 % intervals over the measured rows.",
+                        height=420,
+                    )
+                )
+    return figures
+
+
+def _count_axis(arms: Sequence[ApproximationArm]) -> dict[str, object]:
+    counts = sorted({arm.count for arm in arms if arm.count})
+    shown = counts if len(counts) < 8 else counts[::2]
+    return {"tickvals": shown, "ticktext": [f"{n:,}" for n in shown], "dtick": None}
+
+
+def _by_count(look: _Look) -> list[Figure]:
+    figures: list[Figure] = []
+    names = look.series("features")
+    if not names:
+        return []
+    for group, places in look.groups.items():
+        lines = [(inputs_label(at.name), at, names[0], numbered(n)) for n, at in enumerate(places)]
+        figures += _count_figure(look, f"{label(names[0])}: {group}", f"features-{_slug(group)}", lines)
+    for group, places in look.groups.items():
+        if len(names) > 1:
+            at = next((p for p in places if p.spread == 1), places[-1] if places[0].kind == "model" else places[0])
+            lines = [(label(name), at, name, numbered(n)) for n, name in enumerate(names)]
+            figures += _count_figure(
+                look, f"Variants at {inputs_label(at.name)}", f"variants-{_slug(group)}", lines
+            )  # fmt: skip
+    return figures
+
+
+def _count_figure(
+    look: _Look, title: str, name: str, lines: Sequence[tuple[str, ApproximationInputs, str, Mark]]
+) -> list[Figure]:
+    arms = [arm for _, _, series, _ in lines for arm in look.members(series)]
+    every = [p for _, at, series, _ in lines for p in look.measured(at, look.members(series))]
+    plot = Plot(
+        "features", "relative error", x_log=True, y_log=True, x_axis=_count_axis(arms), y_axis=_error_axis(every)
+    )  # fmt: skip
+    said: list[str] = []
+    for words, at, series, drawn in lines:
+        chosen = look.members(series)
+        points = look.measured(at, chosen)
+        if not points:
+            continue
+        counts = [arm.count or 1 for arm in chosen if look.point.get((at.name, arm.name)) in points]
+        values, spread, texts = _capped(points)
+        plot.line(
+            words, counts, values, drawn._replace(dash="solid"), mode="lines+markers", spread=spread,
+            symbols=[drawn.symbol] * len(counts), hover="%{x} features: %{text}", text=texts, size=8,
+        )  # fmt: skip
+        if len(counts) > 1:
+            # the law, drawn through the last point
+            guide = [values[-1] * (counts[-1] / n) ** 0.5 for n in counts]
+            plot.line(
+                f"{words}, as m^(-1/2)", counts, guide, Mark(drawn.colour, "dot", "circle", 1.2),
+                hover="%{x}: %{y:.3g}", legend=False,
+            )  # fmt: skip
+            plot.legend[-1] = plot.legend[-1].with_trace(len(plot.traces) - 1)
+        said.append(_ends(words, points, counts))
+    if not plot.traces:
+        return []
+    plot.y_axis |= {"range": _range(plot)}
+    return [
+        plot.figure(
+            name,
+            title,
+            f"Relative error against the number of random features, both logarithmic: {'; '.join(said)}.",
+            "Means over the draws; bars are 95 % intervals over rows and draws. Dotted: what m to the power of -1/2 "
+            "would give, drawn through the last point.",
+            height=440,
+        )
+    ]
+
+
+def _range(plot: Plot) -> list[float]:
+    """The logarithmic range of the measured errors: the guides may leave it."""
+    values = [v for trace in plot.traces if "markers" in (trace.mode or "") for v in trace.y if v]
+    low, high = math.log10(min(values)), math.log10(max(values))
+    room = max(0.06 * (high - low), 0.08)
+    return [low - room, high + room]
+
+
+def _by_layer(look: _Look) -> list[Figure]:
+    places = look.groups.get("trained model", [])
+    arms = [arm for arm in look.record.arms if arm.family == "other"]
+    for series in look.series("taylor"):
+        arms += [arm for arm in look.members(series) if arm.parity == "even"]
+    for series in look.series("features")[:1]:
+        arms += look.members(series)[-1:]
+    every = [p for at in places for p in look.measured(at, arms)]
+    plot = Plot(
+        "layer", "relative error", y_log=True, y_axis=_error_axis(every),
+        x_axis={"dtick": 1, "range": [0.6, len(places) + 0.4]},
+    )  # fmt: skip
+    said: list[str] = []
+    for arm in arms:
+        known = [(at, p) for at in places for p in look.measured(at, [arm])]
+        if not known:
+            continue
+        values, spread, words = _capped([p for _, p in known])
+        plot.line(
+            label(arm.name), [(at.layer or 0) + 1 for at, _ in known], values, mark(arm.name), mode="lines+markers",
+            spread=spread, hover="layer %{x}: %{text}", text=words, size=9,
+        )  # fmt: skip
+        said.append(f"{label(arm.name)} {min(values):.2g} to {max(values):.2g}")
+    if not plot.traces:
+        return []
+    scores = "; ".join(f"layer {(at.layer or 0) + 1} {at.score_deviation:.2f}" for at in places)
+    return [
+        plot.figure(
+            "layers",
+            "Error by layer",
+            f"Relative error by layer, logarithmic, least to largest: {'; '.join(said)}.",
+            f"Standard deviation of the scores: {scores}. Bars are 95 % intervals over rows, and over draws for random "
+            "features.",
+            height=460,
+        )
+    ]
+
+
+def _variance(look: _Look) -> list[Figure]:
+    record = look.record
+    plot = Plot("relative variance in theory", "as drawn", x_log=True, y_log=True)
+    said: list[str] = []
+    values: list[float] = []
+    for number, series in enumerate(look.series("features")):
+        chosen = [
+            look.point[at.name, arm.name] for at in record.inputs for arm in look.members(series)
+            if (at.name, arm.name) in look.point
+        ]  # fmt: skip
+        known = [p for p in chosen if p.theory and p.measured is not None and p.measured.mean > 0]
+        if not known:
+            continue
+        theory = [p.theory or 0.0 for p in known]
+        drawn = [p.measured.mean for p in known if p.measured is not None]
+        plot.line(
+            label(series), theory, drawn, numbered(number), mode="markers", size=7,
+            hover="%{text}", symbols=[numbered(number).symbol] * len(known),
+            text=[f"{inputs_label(p.inputs)}, {label(p.arm)}: {p.theory:.3g} in theory, {p.measured.mean:.3g} drawn"
+                  for p in known if p.measured is not None],
+        )  # fmt: skip
+        values += theory + drawn
+        said.append(f"{label(series)} from {min(theory):.2g} to {max(theory):.2g} in theory")
+    if not plot.traces:
+        return []
+    low, high = min(values), max(values)
+    plot.line(
+        "equal", [low, high], [low, high], Mark(GUIDE, "dot", "circle", 1.5), hover="equal", legend=False
+    )  # fmt: skip
+    return [
+        plot.figure(
+            "variance",
+            "Theory against draws",
+            f"Relative variance as drawn against theory, both logarithmic; below the diagonal the draws show less than "
+            f"theory: {'; '.join(said)}.",
+            f"One point for each number of features and inputs, {record.draws} draws each. On the dotted line both are "
+            "equal. A variance far above 1 is made by events so rare that a few draws do not have them.",
+            height=420,
+        )
+    ]
+
+
+def _method(record: ApproximationRecord) -> tuple[tuple[str, str], ...]:
+    corpus = record.corpus
+    rows = [
+        ("error", "|o - o*| / |o*| of outputs against exp under the same normaliser, all heads and measured rows"),
+        ("interval", "95 %, Student's t on the logarithm, over sampled rows (finite population) and draws"),
+        ("arithmetic", "float64"),
+        ("text", corpus.name),
+        ("SHA-256", corpus.sha256),
+        ("model", record.model_source),
+    ]
+    if record.heldout_loss is not None:
+        rows.append(("model · held-out loss", f"{numbers.decimal(record.heldout_loss)} nats per byte"))
+    rows += [
+        (f"model · {key.replace('_', ' ')}", str(value)) for key, value in record.model.items() if value is not None
+    ]
+    rows += [(f"training · {k.replace('_', ' ')}", str(v)) for k, v in record.training.items() if v is not None]
+    return (*rows, *((inputs_label(at.name), _sizes(at)) for at in record.inputs))
+
+
+def _sizes(at: ApproximationInputs) -> str:
+    return (
+        f"{at.batch} × {at.heads} heads of {at.dim}, {at.length} tokens, {at.rows} rows; scores "
+        f"{at.score_low:.2f} to {at.score_high:.2f}, standard deviation {at.score_deviation:.2f}"
+    )
