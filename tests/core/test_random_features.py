@@ -22,7 +22,7 @@ from mercer.core.random_features import (
 )
 from mercer.core.structures import Causal
 from mercer.errors import InvalidArgument
-from mercer.ops import attention
+from mercer.ops import attention, plan
 
 LIMIT = 4.892
 BLOCKS = 20_000
@@ -279,6 +279,21 @@ def test_the_last_key_does_not_move_earlier_outputs(kind: str, form: str, genera
         assert torch.equal(outs[0][:, :, :-1], outs[1][:, :, :-1]), path
         assert bool(torch.isfinite(outs[1]).all())
         assert not torch.equal(outs[0][:, :, -1], outs[1][:, :, -1])
+
+
+def test_the_last_key_does_not_move_earlier_outputs_of_the_fused_scan(generator: torch.Generator):
+    """Case 5 at a length that it chooses by itself."""
+    pytest.importorskip("numba")
+    q, k, v = (torch.randn(1, 2, 600, 8, generator=generator) for _ in range(3))
+    kernel = PositiveRandomFeatures(32)
+    assert plan(q, k, v, kernel=kernel, structure=Causal()).backend == "numba"
+    longer = k.clone()
+    longer[:, :, -1] *= 10
+    first, second = (attention(q, x, v, kernel=kernel, structure=Causal()) for x in (k, longer))
+    assert torch.equal(first[:, :, :-1], second[:, :, :-1])
+    assert not torch.equal(first[:, :, -1], second[:, :, -1])
+    exact = attention(*(x.double() for x in (q, k, v)), kernel=kernel, structure=Causal(), path="pairs")
+    assert_close(first, exact, 600)
 
 
 @pytest.mark.parametrize(

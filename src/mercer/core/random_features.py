@@ -138,6 +138,9 @@ class RandomFeatures(CarryingKernel):
     def features(self, mapped: Tensor) -> Tensor:
         return mapped
 
+    def polynomial(self) -> tuple[float, ...]:
+        return (0.0, 1.0)
+
     def bind(self, dim: int, query_heads: int, key_heads: int, generator: torch.Generator | None = None) -> Self:
         """With its directions as a tensor: those this kernel draws anyway, or, from a generator, those of a new seed
         that the generator gives, so that every layer of a model has its own. A bound kernel stays as it is.
