@@ -261,7 +261,7 @@ class Taylor(_Polynomial):
 
 @dataclass(frozen=True)
 class Power(_Polynomial):
-    """The monomial kernel K = (scale q.k)^degree. Scale D^(-1/2).
+    """The symmetric power kernel K = (scale q.k)^degree. Scale D^(-1/2).
 
     Positive for even degrees; odd degrees with :class:`~mercer.Sum` raise unless ``signed=True``. Features: the
     C(D+degree-1, degree) symmetric monomials.
