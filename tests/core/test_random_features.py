@@ -216,6 +216,17 @@ def test_the_same_numbers_everywhere():
     assert drawn[0] == drawn[2] != drawn[1]
 
 
+def test_the_numbers_of_a_seed():
+    """They are part of the interface: a kernel without saved directions is the same next year."""
+    orthogonal = [[0.0149179790, 0.0348820461], [-1.7895714323, 0.7653447003], [-1.4744632543, 0.6174207655]]
+    independent = [[1.3005172794, 0.5555671030], [-1.4128868967, 0.0612422815], [-1.3241366322, -0.4966509633]]
+    for rows, found in (
+        (orthogonal, draw_directions(3, 2, seed=0)),
+        (independent, draw_directions(3, 2, seed=5, draw=1, orthogonal=False, norms="sqrt")),
+    ):
+        torch.testing.assert_close(found, torch.tensor(rows, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
 def test_other_settings_give_other_numbers_and_tags():
     base = PositiveRandomFeatures(24)
     others = [
