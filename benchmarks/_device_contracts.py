@@ -42,7 +42,7 @@ class Verdict:
         pairs: whether all that show a new pair were among them.
         calls: forms run, forward and backward.
         failures: what was wrong, as sentences.
-        bad: kernel, form and path of the failures.
+        bad: class of the kernel, form and path of the failures.
         worst: largest error divided by what is allowed, by dtype.
     """
 
@@ -114,7 +114,7 @@ def _compare(cell: Cell, device: torch.device, found: Verdict) -> None:
             found.failures.append(
                 f"{label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
-            found.bad.add((kernel_name, form, path))
+            found.bad.add((type(kernel).__name__, form, path))
             continue
         found.calls += 1
         allowed = tolerance(dtype, shape.keys)
@@ -124,7 +124,7 @@ def _compare(cell: Cell, device: torch.device, found: Verdict) -> None:
             found.worst[name] = max(found.worst.get(name, 0.0), error / allowed)
             if not error <= allowed:
                 found.failures.append(f"{label}: {what} is off by {error:.1e}, allowed {allowed:.1e}")
-                found.bad.add((kernel_name, form, path))
+                found.bad.add((type(kernel).__name__, form, path))
 
 
 def _ways(kernel: Any, normalizer: Any, structure: Any) -> Iterator[tuple[str, str, torch.dtype]]:

@@ -125,8 +125,8 @@ class Watch:
         form, path, _ = way
         while form == "dense" and shape.batch * shape.heads * shape.length**2 > DENSE_PAIRS:
             shape = replace(shape, length=shape.length // 2)
-        short = replace(shape, length=min(shape.length, 32 if form == "recurrent" else 64))
-        growth = 1 if form == "recurrent" or path == "features" else 2
+        short = replace(shape, length=min(shape.length, 64))
+        growth = 1 if path == "features" else 2
         spent = clock(run, short, dtype, backward, self.device, batches=1)
         while shape.length > short.length and spent * (shape.length / short.length) ** growth > self.each:
             shape = replace(shape, length=shape.length // 2)
@@ -162,7 +162,8 @@ def measure(
 ) -> tuple[list[Time], int]:
     """Time everything, kernel after kernel, until ``limit`` seconds have passed; also how many ways were not reached.
 
-    ``bad`` are kernels, forms and paths that are wrong on this device and get no time; ``scale`` divides the lengths.
+    ``bad`` are classes of kernels, forms and paths that are wrong on this device and get no time; ``scale`` divides the
+    lengths.
     """
     kind = "cpu" if watch.device.type == "cpu" else "other"
     wide, narrow = (replace(s[kind], length=s[kind].length // scale) for s in (WIDE, NARROW))
@@ -171,7 +172,7 @@ def measure(
     for name, kernel in KERNELS.items():
         for shape, dtype in product((wide, narrow) if name in EXPANDED else (wide,), dtypes):
             for way, run in ways(name, shape, dtype, watch.device):
-                if (name, *way[:2]) in bad:
+                if (type(kernel).__name__, *way[:2]) in bad:
                     continue
                 if time.monotonic() - began > limit:
                     left += 1

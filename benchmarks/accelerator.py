@@ -130,7 +130,7 @@ def table(times: list[Time]) -> None:
     for one in times:
         key = (one.dtype, one.batch, one.heads, one.dim, one.kernel, one.form, one.path, one.backend, one.length)
         rows.setdefault(key, {})[one.backward] = one
-    for key, both in sorted(rows.items(), key=lambda row: row[0][:4]):  # type: ignore[arg-type, return-value]
+    for key, both in sorted(rows.items(), key=lambda row: _order(row[0])):
         if key[:4] != group:
             group = key[:4]
             print(
@@ -149,6 +149,11 @@ def table(times: list[Time]) -> None:
                 else " " * 44
             )
         print(label + cells.rstrip())
+
+
+def _order(key: tuple[object, ...]) -> tuple[int, int]:
+    """Wide heads first, and float32 before bfloat16."""
+    return -int(str(key[3])), DTYPES.index(str(key[0]))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_of_everything_but_what_is_wrong(monkeypatch: pytest.MonkeyPatch):
     small(monkeypatch)
-    bad = {("elu", "chunked", "features")}
+    bad = {("Elu", "chunked", "features")}
     times, left = measure(Watch(CPU, LIMITS, 0.5), ("float32",), bad, 100.0, 1, lambda _: None)
     assert left == 0
     timed = {(t.kernel, t.form, t.path, t.dim, t.backward) for t in times}
