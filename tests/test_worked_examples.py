@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("page", ["kernels.md", "memory.md", "regression.md"])
+@pytest.mark.parametrize("page", ["approximation.md", "kernels.md", "memory.md", "regression.md"])
 def test_page(page):
     results = doctest.testfile(str(DOCS / page), module_relative=False)
     assert results.attempted > 0

@@ -89,7 +89,7 @@ def test_long_scores_do_not_follow_the_law_and_nothing_is_proposed() -> None:
     law = found.needed
     assert isinstance(law, NeededFeatures)
     assert (law.holds, law.count, law.checked) == (False, None, None)
-    assert "not as m^-1/2: how many would be enough cannot be said" in str(found)
+    assert "which is not the law m^(-1/2): how many would be enough cannot be said" in str(found)
 
 
 def test_too_many_features_are_said_to_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

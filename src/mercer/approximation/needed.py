@@ -25,7 +25,7 @@ CHECK_LIMIT = 4096
 STEPS = 5
 """Numbers of features, each twice the one before, that the law is fitted to."""
 ROOM = 0.1
-"""How far from 1/2 the measured exponent may lie for the law to be used."""
+"""How far from 1/2 the measured exponent may lie for the law to be used, and each end of its interval twice as far."""
 
 Errors = Callable[[Sequence[RandomFeatures]], Tensor]
 
@@ -73,7 +73,9 @@ class NeededFeatures:
         counts: numbers of features measured, each twice the one before; orthogonal ones from a full block on.
         errors: the mean error over the draws at each.
         exponent: b of error ~ m^(-b), fitted to all draws by least squares, with its interval over draws.
-        holds: whether b lies within 0.1 of 1/2; only then is the law used beyond what was measured.
+        holds: whether b lies within 0.1 of 1/2, its interval within 0.2, and the last error below 1 (a scatter that is
+            not small against what it scatters about follows no such law); only then is the law used beyond what was
+            measured.
         count: the number of features; None if the law does not hold and no measured count was enough, or if it is above
             ``limit``.
         predicted: c^2 / target^2, not rounded, with its interval: c is the geometric mean over all that was measured.
@@ -92,7 +94,7 @@ class NeededFeatures:
     limit: int
 
     def __str__(self) -> str:
-        law = f"errors fall as m^-{self.exponent} from m = {self.counts[0]} to {self.counts[-1]}"
+        law = f"errors fall as m^(-b), b = {self.exponent}, from m = {self.counts[0]} to {self.counts[-1]}"
         if self.count is not None:
             measured = "" if self.checked is None else f" (measured there: {self.checked:.2g})"
             return f"for an error of {self.target:g}, {self.count:,} features{measured}; {law}"
@@ -102,8 +104,8 @@ class NeededFeatures:
                 f"of {self.limit:,}; {law}"
             )
         return (
-            f"none of {self.counts[-1]:,} features or fewer reaches {self.target:g}, and {law}, not as m^-1/2: how "
-            "many would be enough cannot be said"
+            f"none of {self.counts[-1]:,} features or fewer reaches {self.target:g}, and {law}, which is not the "
+            "law m^(-1/2): how many would be enough cannot be said"
         )
 
 
@@ -185,9 +187,11 @@ def fitted_law(counts: Sequence[int], errors: Tensor, step: int, target: float, 
     it is one of ``counts``.
     """
     exponent = fitted_exponent(counts, errors, confidence)
-    holds = abs(exponent.value - 0.5) <= ROOM
     predicted = _predicted(counts, errors, target, confidence)
     means = errors.mean(1).tolist()
+    ends = [0.5 if end is None else end for end in (exponent.low, exponent.high)]
+    near = abs(exponent.value - 0.5) <= ROOM and all(abs(end - 0.5) <= 2 * ROOM for end in ends)
+    holds = near and means[-1] < 1
     count = next((c for c, error in zip(counts, means, strict=True) if error <= target), None)
     checked = None if count is None else means[counts.index(count)]
     if count is None and holds and predicted.value <= FEATURE_LIMIT:

@@ -69,15 +69,15 @@ def _names(counts: Sequence[int]) -> tuple[str, ...]:
 
 BUDGETS: dict[Budget, Plan] = {
     "quick": Plan(
-        _names([2**p for p in range(4, 11)]), (16, 64), (0.5, 1.0, 2.0, 4.0),
-        Sizes(length=256, heads=4, rows=64, draws=8, windows=2), steps=400, seconds=75,
+        _names([2**p for p in range(4, 11)]), (16, 64), (0.1, 0.5, 1.0, 2.0, 4.0),
+        Sizes(length=128, heads=4, rows=128, draws=8, windows=2), steps=400, seconds=90,
     ),
     "standard": Plan(
-        _names([2**p for p in range(4, 13)]), (16, 32, 64), (0.25, 0.5, 1.0, 2.0, 4.0),
+        _names([2**p for p in range(4, 13)]), (16, 32, 64), (0.1, 0.25, 0.5, 1.0, 2.0, 4.0),
         Sizes(length=1024, heads=4, rows=128, draws=16, windows=4), steps=1500,
     ),
     "full": Plan(
-        _names([2**p for p in range(4, 14)]), (16, 32, 64, 128), (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
+        _names([2**p for p in range(4, 14)]), (16, 32, 64, 128), (0.1, 0.25, 0.5, 1.0, 2.0, 4.0),
         Sizes(length=4096, heads=8, rows=256, draws=32, windows=8), steps=6000,
     ),
 }  # fmt: skip
@@ -99,8 +99,8 @@ def run(
     """Run the study in ``out``, or continue the one that was begun there. Returns the path of its page.
 
     Args:
-        budget: "quick" (256 tokens, up to 1,024 features, 8 draws), "standard" (1,024 tokens, 4,096 features), "full"
-            (4,096 tokens, 8,192 features).
+        budget: "quick" (128 random tokens, up to 1,024 features, 8 draws), "standard" (1,024 tokens, 4,096 features),
+            "full" (4,096 tokens, 8,192 features).
         out: receives approximation.json, its schema, approximation.html, the tokens and the model trained here.
         model: the folder of a saved :class:`~mercer.models.decoder.DecoderLM` to take queries, keys and values from; by
             default a small one with softmax is trained here first.

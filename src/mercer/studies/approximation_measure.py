@@ -16,8 +16,8 @@ from mercer.studies.approximation_inputs import Inputs
 from mercer.studies.records.approximation import ApproximationInputs, ApproximationNeed, ApproximationPoint
 from mercer.studies.records.common import Interval, Over, Record
 
-LEAST_COUNTS = 3
-"""Numbers of features that a law is fitted to, at least."""
+LEAST_COUNTS, MOST_COUNTS = 3, 5
+"""Numbers of features that a law is fitted to, at least and at most: the largest, since it is one of large numbers."""
 CONFIDENCE = 0.95
 
 
@@ -136,8 +136,9 @@ def _features(
             if kernel.count >= least_count(kernel, dim) and all(map(math.isfinite, found[name].by_draw)):
                 errors[kernel.count] = found[name].by_draw
         if len(errors) >= LEAST_COUNTS:
-            table = torch.tensor(list(errors.values()), dtype=torch.float64)
-            law = fitted_law(list(errors), table, step, target, CONFIDENCE)
+            last = list(errors.items())[-MOST_COUNTS:]
+            table = torch.tensor([values for _, values in last], dtype=torch.float64)
+            law = fitted_law([number for number, _ in last], table, step, target, CONFIDENCE)
             needs.append(_law(inputs, series, law))
     return needs
 

@@ -17,8 +17,8 @@ from mercer.studies.report.marks import label
 
 MOST, FEW = 0.75, 0.25
 """From this share of the cases on a claim counts as supported, and up to that one as refuted."""
-LIGHT = 1.0
-"""A relative variance up to which a handful of draws can be expected to show it."""
+LIGHT = 0.1
+"""A relative variance up to which a handful of draws can be expected to show it: above, few large values make it."""
 
 
 def conclude(
@@ -132,14 +132,14 @@ def _law(found: _Found) -> Finding | None:
     kept = [found.place[need.inputs].score_deviation for need in holding]
     lost = [found.place[need.inputs].score_deviation for need in laws if not need.holds]
     parts = [
-        f"The fitted exponent is within 0.1 of 1/2 in {len(holding)} of {len(laws)} cases"
+        f"It does in {len(holding)} of {len(laws)} cases"
         + (f", with scores of standard deviation {min(kept):.2g} to {max(kept):.2g}" if kept else "")
         + "."
     ]
     if lost:
         parts.append(
-            f"It is not where the standard deviation is {min(lost):.2g} to {max(lost):.2g}; the flattest is "
-            f"m^-{flattest.exponent.mean if flattest.exponent else 0:.2g}, {label(flattest.series)} at "
+            f"It does not where the standard deviation is {min(lost):.2g} to {max(lost):.2g}; the flattest is "
+            f"m^(-{flattest.exponent.mean if flattest.exponent else 0:.2g}), {label(flattest.series)} at "
             f"{inputs_words(found.place[flattest.inputs])}."
         )
     counts = [arm.count for arm in found.arms if arm.count]

@@ -72,7 +72,7 @@ class ApproximationNeed(Record):
     error: float | None = Field(default=None, description="measured at that number")
     pointwise: int | None = Field(default=None, description="order that truncates exp so well at every score seen")
     exponent: Interval | None = Field(default=None, description="b of error ~ m^(-b)")
-    holds: bool | None = Field(default=None, description="whether b is within 0.1 of 1/2")
+    holds: bool | None = Field(default=None, description="whether b is 1/2 as nearly as the law asks")
     predicted: float | None = Field(default=None, description="features by the law, whether it holds or not")
     text: str = Field(description="the same in words")
 

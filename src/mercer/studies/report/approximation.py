@@ -17,10 +17,12 @@ from mercer.studies.report import numbers
 from mercer.studies.report.approximation_tables import heads, needs, table
 from mercer.studies.report.blocks import Figure, Page, Section
 from mercer.studies.report.figures import Plot
-from mercer.studies.report.marks import GUIDE, Mark, label, mark, numbered
+from mercer.studies.report.marks import GUIDE, Mark, label, numbered
 
 HIGHEST = 100.0
-"""Errors above this are drawn at the upper edge of a figure's range: a kernel that far off is of no use anyway."""
+"""Errors above this are drawn as this: a kernel that far off is of no use, and the others have to be told apart."""
+LARGEST_VARIANCE = 1e6
+"""Variances above this are left to the table: no draw shows them."""
 
 
 def build(record: ApproximationRecord) -> Page:
@@ -205,10 +207,7 @@ def _count_figure(
     look: _Look, title: str, name: str, lines: Sequence[tuple[str, ApproximationInputs, str, Mark]]
 ) -> list[Figure]:
     arms = [arm for _, _, series, _ in lines for arm in look.members(series)]
-    every = [p for _, at, series, _ in lines for p in look.measured(at, look.members(series))]
-    plot = Plot(
-        "features", "relative error", x_log=True, y_log=True, x_axis=_count_axis(arms), y_axis=_error_axis(every)
-    )  # fmt: skip
+    plot = Plot("features", "relative error", x_log=True, y_log=True, x_axis=_count_axis(arms))
     said: list[str] = []
     for words, at, series, drawn in lines:
         chosen = look.members(series)
@@ -222,8 +221,8 @@ def _count_figure(
             symbols=[drawn.symbol] * len(counts), hover="%{x} features: %{text}", text=texts, size=8,
         )  # fmt: skip
         if len(counts) > 1:
-            # the law, drawn through the last point
-            guide = [values[-1] * (counts[-1] / n) ** 0.5 for n in counts]
+            # the law, drawn from the first point
+            guide = [values[0] * (counts[0] / n) ** 0.5 for n in counts]
             plot.line(
                 f"{words}, as m^(-1/2)", counts, guide, Mark(drawn.colour, "dot", "circle", 1.2),
                 hover="%{x}: %{y:.3g}", legend=False,
@@ -232,6 +231,7 @@ def _count_figure(
         said.append(_ends(words, points, counts))
     if not plot.traces:
         return []
+    plot.y_axis |= numbers.ticks([v for trace in plot.traces for v in trace.y if v], 10, lambda v: f"{v:g}")
     plot.y_axis |= {"range": _range(plot)}
     return [
         plot.figure(
@@ -239,16 +239,17 @@ def _count_figure(
             title,
             f"Relative error against the number of random features, both logarithmic: {'; '.join(said)}.",
             "Means over the draws; bars are 95 % intervals over rows and draws. Dotted: what m to the power of -1/2 "
-            "would give, drawn through the last point.",
+            "would give from the first point on.",
             height=440,
         )
     ]
 
 
 def _range(plot: Plot) -> list[float]:
-    """The logarithmic range of the measured errors: the guides may leave it."""
-    values = [v for trace in plot.traces if "markers" in (trace.mode or "") for v in trace.y if v]
-    low, high = math.log10(min(values)), math.log10(max(values))
+    """The logarithmic range of all lines, and of bars as far as a factor of 3 above them: the points matter more."""
+    values = [v for trace in plot.traces for v in trace.y if v]
+    bars = [v + up for t in plot.traces if t.error_y.array for v, up in zip(t.y, t.error_y.array, strict=True) if up]
+    low, high = math.log10(min(values)), math.log10(max([*values, *(min(b, 3 * max(values)) for b in bars)]))
     room = max(0.06 * (high - low), 0.08)
     return [low - room, high + room]
 
@@ -266,13 +267,13 @@ def _by_layer(look: _Look) -> list[Figure]:
         x_axis={"dtick": 1, "range": [0.6, len(places) + 0.4]},
     )  # fmt: skip
     said: list[str] = []
-    for arm in arms:
+    for number, arm in enumerate(arms):
         known = [(at, p) for at in places for p in look.measured(at, [arm])]
         if not known:
             continue
         values, spread, words = _capped([p for _, p in known])
         plot.line(
-            label(arm.name), [(at.layer or 0) + 1 for at, _ in known], values, mark(arm.name), mode="lines+markers",
+            label(arm.name), [(at.layer or 0) + 1 for at, _ in known], values, numbered(number), mode="lines+markers",
             spread=spread, hover="layer %{x}: %{text}", text=words, size=9,
         )  # fmt: skip
         said.append(f"{label(arm.name)} {min(values):.2g} to {max(values):.2g}")
@@ -301,7 +302,10 @@ def _variance(look: _Look) -> list[Figure]:
             look.point[at.name, arm.name] for at in record.inputs for arm in look.members(series)
             if (at.name, arm.name) in look.point
         ]  # fmt: skip
-        known = [p for p in chosen if p.theory and p.measured is not None and p.measured.mean > 0]
+        known = [
+            p for p in chosen
+            if p.theory and p.theory <= LARGEST_VARIANCE and p.measured is not None and p.measured.mean > 0
+        ]  # fmt: skip
         if not known:
             continue
         theory = [p.theory or 0.0 for p in known]
@@ -317,6 +321,8 @@ def _variance(look: _Look) -> list[Figure]:
     if not plot.traces:
         return []
     low, high = min(values), max(values)
+    plot.x_axis |= numbers.ticks(values, 100, lambda v: f"{v:g}")
+    plot.y_axis |= numbers.ticks(values, 100, lambda v: f"{v:g}")
     plot.line(
         "equal", [low, high], [low, high], Mark(GUIDE, "dot", "circle", 1.5), hover="equal", legend=False
     )  # fmt: skip
@@ -327,7 +333,8 @@ def _variance(look: _Look) -> list[Figure]:
             f"Relative variance as drawn against theory, both logarithmic; below the diagonal the draws show less than "
             f"theory: {'; '.join(said)}.",
             f"One point for each number of features and inputs, {record.draws} draws each. On the dotted line both are "
-            "equal. A variance far above 1 is made by events so rare that a few draws do not have them.",
+            f"equal. A variance far above 1 is made by events so rare that a few draws do not have them; those above "
+            f"{LARGEST_VARIANCE:.0e} are in the table only.",
             height=420,
         )
     ]

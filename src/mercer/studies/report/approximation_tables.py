@@ -60,8 +60,9 @@ def needs(record: ApproximationRecord) -> list[Table]:
                 ),
                 words=2,
                 caption="The exponent b of error ~ m^(-b), fitted to all draws, with its 95 % interval; the law holds "
-                "if b is within 0.1 of 1/2, and only then is it used for more features than were measured. Orthogonal "
-                "directions count from a full block of D on.",
+                "if b is within 0.1 of 1/2, its interval within 0.2 and the last error below 1, and only then is it "
+                "used for more features than were measured. The five largest numbers are fitted, orthogonal directions "
+                "from a full block of D on.",
             )
         )
     return tables
