@@ -13,8 +13,12 @@ from tests.studies import examples
 from typer.testing import CliRunner
 
 from mercer.cli.main import app
+from mercer.models.config import ModelConfig
+from mercer.models.decoder import DecoderLM
+from mercer.models.io import save_model
 from mercer.studies import approximation, cost, orders, recall
 from mercer.studies.records import write_record
+from mercer.training.integrity import seal
 
 COMMON = {"attentions": ("exp-l2", "elu-sum"), "device": "cpu", "quiet": True}
 SHARED = ["--budget", "full", "-a", "exp-l2", "--attention", "elu-sum", "--device", "cpu", "-q", "-o", "there"]
@@ -140,3 +144,23 @@ def test_a_stop_of_the_study_of_cost_is_one_sentence(tmp_path: Path) -> None:
         f"Interrupted: what was finished is kept; run the same command again to continue in {tmp_path / 'cost'}."
     )
     assert "Traceback" not in errors
+
+
+def test_a_model_is_found_in_its_run_and_a_missing_one_is_one_sentence(
+    calls: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    save_model(DecoderLM(ModelConfig(vocab_size=8, dim=8, layers=1, heads=2)), checkpoint)
+    for name in ("optimizer.safetensors", "trainer.json"):  # a checkpoint of training has them, and none is read here
+        (checkpoint / name).write_text("{}")
+    seal(checkpoint)
+    for folder in (tmp_path / "run", checkpoint):
+        done = CliRunner().invoke(app, ["study", "approximation", "--model", str(folder)])
+        assert done.exit_code == 0, done.output
+    assert [call["model"] for call in calls] == [checkpoint, checkpoint]
+    done = CliRunner().invoke(app, ["study", "approximation", "--model", str(tmp_path / "nothing")])
+    assert (done.exit_code, done.stderr) == (2, f"Error: there is no folder {tmp_path / 'nothing'}.\n")
+    (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    done = CliRunner().invoke(app, ["study", "approximation", "--model", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert "is damaged" in done.stderr

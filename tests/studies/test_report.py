@@ -159,6 +159,7 @@ def test_marks_tell_parity_and_normaliser_apart() -> None:
         "favor256-sum+independent": "FAVOR+ 256 · sum + independent",
         "trig64-signed-sum": "Trigonometric 64 signed · sum",
         "expfeatures-sum": "exp features · sum",
+        "exp@64:taylor2-sum": "Exp within 64, Taylor 2 · sum beyond",
     }
     assert {name: label(name) for name in expected} == expected
 

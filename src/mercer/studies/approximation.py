@@ -64,7 +64,7 @@ def _names(counts: Sequence[int]) -> tuple[str, ...]:
     taylor = [f"taylor{order}{'-signed' if order % 2 else ''}-sum" for order in range(1, 9)]
     kinds = ("favor{}-sum", "favor{}-sum+independent", "favor{}-sum+sqrt", "hyperbolic{}-sum", "trig{}-signed-sum")
     drawn = [kind.format(number) for kind in kinds for number in counts]
-    return (*taylor, *drawn, "elu-sum", "relu-sum", "dpfp1-sum", "expfeatures-sum")
+    return (*taylor, *drawn, "elu-sum", "relu-sum", "dpfp1-sum", "expfeatures-sum", "exp@32:taylor2-sum")
 
 
 BUDGETS: dict[Budget, Plan] = {

@@ -276,7 +276,7 @@ def _model(found: _Found) -> Finding | None:
     ]  # fmt: skip
     if known:
         least, name = min(known)
-        parts.append(f"Maps without a dial stay at {least:.2g} ({label(name)}) or more.")
+        parts.append(f"Kernels without a dial stay at {least:.2g} ({label(name)}) or more.")
     return Finding(
         question="Does a kernel here stand in for softmax in the trained model, without training for it?",
         verdict=verdict,

@@ -60,8 +60,8 @@ def _parts(name: str) -> tuple[str, str, str, str, str]:
 
 def mark(name: str) -> Mark:
     """The mark of an attention's name, such as ``"taylor4-l2"`` or ``"exp-l2+gain"``; of a pattern, its last one's."""
-    if "," in name:
-        return mark(name.split(",")[-1])._replace(dash="longdash")
+    if "," in name or "@" in name:
+        return mark(re.split("[,:]", name)[-1])._replace(dash="longdash")
     kernel, number, _, normalizer, extra = _parts(name)
     if (kernel, normalizer) == ("exp", "sum"):
         return Mark(_SOFTMAX, "solid", "square", 3.0)
@@ -75,8 +75,12 @@ def mark(name: str) -> Mark:
 def label(name: str) -> str:
     """An attention's name in words: ``"taylor4-l2"`` becomes ``"Taylor 4 · L2"``.
 
-    A pattern over layers, ``"softmax,elu-sum"``, becomes ``"softmax, then elu · sum"``.
+    A pattern over layers, ``"softmax,elu-sum"``, becomes ``"softmax, then elu · sum"``, and ``"exp@64:taylor2-sum"``
+    ``"Exp within 64, Taylor 2 · sum beyond"``.
     """
+    mixed = re.fullmatch(r"([^,@]+)@(\d+):([^,]+)", name)
+    if mixed:
+        return f"{label(f'{mixed[1]}-identity').partition(' · ')[0]} within {mixed[2]}, {label(mixed[3])} beyond"
     if "," in name:
         return ", then ".join(label(part) for part in name.split(","))
     kernel, number, signed, normalizer, extra = _parts(name)
