@@ -39,9 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--peer", action="append", help="a library, or 'none'; default: all")
     parser.add_argument("--rounds", type=int, default=9, help="timed calls each (default 9)")
-    parser.add_argument(
-        "--budget", type=float, default=6.0, help="seconds a case after which a slow one sits out (6)"
-    )
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds a case after which a slow one sits out (6)")
     parser.add_argument("--longest", type=float, default=20.0, help="leave out whose one call takes longer (20 s)")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument(
