@@ -183,7 +183,7 @@ def _resolve(
     if normalizer.needs_count and normalizer.needs_denominator:
         raise InvalidArgument(f"{normalizer} asks for the count and for the denominator; a normaliser is given one.")
     merged = merge(structure)
-    sizes = _sizes(query, key, value, state, merged)
+    sizes = _sizes(query, key, value, state, merged, kernel)
     kernel.check(sizes.dim, sizes.query_heads, sizes.key_heads)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
@@ -197,7 +197,7 @@ def _resolve(
     )
 
 
-def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merged: Merged) -> Sizes:
+def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merged: Merged, kernel: Kernel) -> Sizes:
     for name, x, letters in (
         ("query", query, "B, Hq, Lq, D"),
         ("key", key, "B, Hk, Lk, D"),
@@ -246,4 +246,15 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         accumulator,
         query.element_size(),
         "cpu" if query.device.type == "meta" else query.device.type,
+        torch.is_grad_enabled() and _wants_gradient(query, key, value, state, kernel),
     )
+
+
+def _wants_gradient(query: Tensor, key: Tensor, value: Tensor, state: State | None, kernel: Kernel) -> bool:
+    """Whether a gradient of what comes before the normaliser is wanted; structures are asked elsewhere."""
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return True
+    parts: list[object] = [*vars(kernel).values(), *kernel.tensors().values()]
+    for past in (state.near, state.far) if isinstance(state, MixedState) else (state,):
+        parts += () if past is None else vars(past).values()
+    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mercer.backends import causal, polynomial, sdpa
+from mercer.backends import causal, polynomial, sdpa, step
 from mercer.core import cost
 from mercer.core.kernels import Kernel
+from mercer.core.machine import machine_in_use
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Merged
-from mercer.core.support import FORMS, PATHS, Sizes, unsupported
+from mercer.core.support import FEATURE_CHUNK, FORMS, PATHS, Sizes, unsupported
+from mercer.core.work import FUSED_BLOCK, parts
 from mercer.errors import InvalidArgument, Unsupported
 
 DENSE_PAIRS = 4096
@@ -20,10 +22,6 @@ memory.
 
 
 BACKENDS = ("torch", "sdpa", "numba")
-EXPANSION = 2.0
-"""How much longer an operation of the feature path takes where features must be expanded (measured, see
-docs/lab.md).
-"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,8 @@ class Plan:
         flops: floating-point operations of the products.
         bytes: bytes of queries, keys, values and outputs, each moved once.
         state_bytes: bytes of the state that the call leaves behind if asked to.
+        seconds: how long it should take on the machine in use (:func:`mercer.use_machine`): the forward pass, and the
+            backward pass too where a gradient is wanted.
         reason: why this form and path.
     """
 
@@ -48,13 +48,14 @@ class Plan:
     flops: int
     bytes: int
     state_bytes: int
+    seconds: float
     reason: str
 
     def __str__(self) -> str:
         return (
             f"{self.form} form by {self.path} ({self.backend}): {_engineering(self.flops)}FLOP, "
             f"{_engineering(self.bytes)}B moved, "
-            f"state {_engineering(self.state_bytes)}B. {self.reason}"
+            f"state {_engineering(self.state_bytes)}B, about {duration(self.seconds)}. {self.reason}"
         )
 
 
@@ -92,36 +93,71 @@ def choose(
         raise Unsupported(
             refusals.get(("chunked", paths[0])) or next(why for why in refusals.values() if why is not None)
         )
-    chosen_path, why_path = _path(kernel, merged, sizes, {p for _, p in possible}, stateful, path)
-    possible_forms = [f for f, p in possible if p == chosen_path]
-    chosen_form, why_form = _form(sizes, possible_forms, chosen_path, form)
-    if chosen_path == "features":
-        flops = cost.feature_flops(kernel, merged, sizes, chosen_form)
+    call = _Question(kernel, normalizer, merged, sizes, stateful)
+
+    def way(path: str) -> _Way:
+        """The form and backend that a path would run in."""
+        chosen, why_form = _form(sizes, [f for f, p in possible if p == path], path, form)
+        found, seconds, why_backend = _backend(call, chosen, path, backend)
+        return _Way(chosen, path, found, seconds, f"{why_form}{why_backend}")
+
+    chosen, why_path = _path([way(p) for p in PATHS if any(p == other for _, other in possible)], stateful, path)
+    if chosen.path == "features":
+        block = FUSED_BLOCK if chosen.backend == "numba" else FEATURE_CHUNK
+        flops = cost.feature_flops(kernel, merged, sizes, chosen.form, block)
         state_bytes = cost.feature_state_bytes(kernel, merged, sizes, normalizer.needs_denominator)
     else:
         flops = cost.pair_flops(kernel, merged, sizes)
         state_bytes = cost.cache_bytes(merged, sizes)
-    chosen_backend, why_backend = _backend(kernel, normalizer, merged, sizes, chosen_form, chosen_path, backend)
-    reason = f"{why_path} {why_form}{why_backend}"
-    return Plan(chosen_form, chosen_path, chosen_backend, flops, cost.io_bytes(sizes), state_bytes, reason)
+    if chosen.path == "features" and isinstance(kernel, Mixed):
+        flops += cost.pair_flops(kernel.near, replace(merged, left=kernel.window - 1), sizes)
+        state_bytes += cost.cache_bytes(replace(merged, left=kernel.window), sizes)
+    return Plan(
+        chosen.form,
+        chosen.path,
+        chosen.backend,
+        flops,
+        cost.io_bytes(sizes),
+        state_bytes,
+        chosen.seconds,
+        f"{why_path} {chosen.reason}",
+    )
 
 
-def _path(
-    kernel: Kernel, merged: Merged, sizes: Sizes, possible: set[str], stateful: bool, asked: str
-) -> tuple[str, str]:
+@dataclass(frozen=True)
+class _Question:
+    kernel: Kernel
+    normalizer: Normalizer
+    merged: Merged
+    sizes: Sizes
+    stateful: bool
+
+    def seconds(self, form: str, path: str, backend: str) -> float:
+        """What the machine in use takes for this way of computing."""
+        mass = self.normalizer.needs_denominator
+        found = parts(self.kernel, self.merged, self.sizes, form, path, backend, mass, self.stateful)
+        return machine_in_use().seconds(found, self.sizes)
+
+
+@dataclass(frozen=True)
+class _Way:
+    form: str
+    path: str
+    backend: str
+    seconds: float
+    reason: str
+
+
+def _path(ways: list[_Way], stateful: bool, asked: str) -> tuple[_Way, str]:
     if asked != "auto":
-        return asked, f"Path {asked}, as asked or as the state requires."
-    if len(possible) == 1:
-        (only,) = possible
-        return only, f"Only {only} can compute this combination."
-    pairs, features = cost.pair_flops(kernel, merged, sizes), cost.feature_flops(kernel, merged, sizes, "chunked")
+        return ways[0], f"Path {asked}, as asked or as the state requires."
+    if len(ways) == 1:
+        return ways[0], f"Only {ways[0].path} can compute this combination."
+    pairs, features = sorted(ways, key=lambda way: way.path, reverse=True)
     if stateful:
-        return "features", "A state was asked for, and this kernel's has a fixed size."
-    ratio = features / max(pairs, 1)
-    expanded = kernel.feature_dim(sizes.dim) != kernel.mapped_dim(sizes.dim)
-    counted = f" (counted {EXPANSION:g} times, since features must be expanded)" if expanded else ""
-    chosen = "features" if ratio * (EXPANSION if expanded else 1) < 1 else "pairs"
-    return chosen, f"Features take {ratio:.2g} times the operations of pairs{counted}."
+        return features, "A state was asked for, and this kernel's has a fixed size."
+    chosen = features if features.seconds < pairs.seconds else pairs
+    return chosen, f"Features take about {duration(features.seconds)}, pairs {duration(pairs.seconds)}."
 
 
 def _form(sizes: Sizes, possible: list[str], path: str, asked: str) -> tuple[str, str]:
@@ -136,13 +172,15 @@ def _form(sizes: Sizes, possible: list[str], path: str, asked: str) -> tuple[str
     return "chunked", "Tiles: memory linear in the length."
 
 
-def _backend(
-    kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes, form: str, path: str, asked: str
-) -> tuple[str, str]:
+def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, float, str]:
+    """A backend, its seconds, and why."""
+    kernel, normalizer, merged, sizes = call.kernel, call.normalizer, call.merged, call.sizes
     tiled = form == "chunked" and path == "pairs" and not isinstance(kernel, Mixed)
     scanned = form == "chunked" and path == "features" and polynomial.serves(kernel, merged, sizes)
+    stepped = form == "recurrent" and path == "features" and step.serves(kernel, merged, sizes)
+    fused = tiled and causal.serves(kernel, normalizer, merged, sizes)
     able = {
-        "numba": scanned or (tiled and causal.serves(kernel, normalizer, merged, sizes)),
+        "numba": scanned or stepped or fused,
         "sdpa": tiled and sdpa.serves(kernel, normalizer, merged, sizes),
         "torch": True,
     }
@@ -154,12 +192,31 @@ def _backend(
                 "structure, these sizes and this device: use "
                 f"backend={' or '.join(repr(b) for b, ok in able.items() if ok)}."
             )
-        return asked, f" Backend {asked}, as asked."
-    if scanned and cost.feature_flops(kernel, merged, sizes, form) >= polynomial.LEAST_FLOPS:
-        return "numba", " The fused scan serves these sizes."
-    if not scanned and able["numba"] and causal.worth_while(sizes):
-        return "numba", " The fused causal kernels serve these sizes."
-    return ("sdpa", " torch's fused attention computes the same.") if able["sdpa"] else ("torch", "")
+        return asked, call.seconds(form, path, asked), f" Backend {asked}, as asked."
+    # Nobody waits for a compiler because of a small call, whatever it would save.
+    if scanned:
+        able["numba"] = cost.feature_flops(kernel, merged, sizes, form) >= polynomial.LEAST_FLOPS
+    elif stepped:
+        able["numba"] = step.entries(kernel, merged, sizes) >= step.LEAST_ENTRIES
+    elif fused:
+        able["numba"] = causal.worth_while(sizes)
+    seconds = {name: call.seconds(form, path, name) for name, ok in able.items() if ok}
+    chosen = min(seconds, key=lambda name: seconds[name])
+    kind = "scan" if scanned else "step" if stepped else "causal kernel"
+    why = {
+        "numba": f" The fused {kind} serves these sizes.",
+        "sdpa": " torch's fused attention computes the same.",
+        "torch": "",
+    }
+    return chosen, seconds[chosen], why[chosen]
+
+
+def duration(seconds: float) -> str:
+    """Two or three digits with a unit: 43 us, 1.2 ms, 15 s."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
 
 
 def _engineering(value: int) -> str:

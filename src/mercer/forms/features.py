@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mercer.backends.polynomial import polynomial_scan
+from mercer.backends.step import recurrent_step
 from mercer.core.layout import Tokens
 from mercer.core.normalizers import Sum
 from mercer.core.state import FeatureState
@@ -75,7 +76,8 @@ def read(call: Call, stream: Stream) -> Rows:
         log, own = running.log, running.weight.to(precision)
         weight = own if weight is None else own * weight
         start = running.start.to(precision)
-        state = Sums(*(None if x is None else x * start.view(*start.shape, *(1,) * (x.dim() - 2)) for x in state))  # pyright: ignore[reportArgumentType]
+        if not stream.causal:  # otherwise ``log`` does it
+            state = Sums(*(None if x is None else x * start.view(*start.shape, *(1,) * (x.dim() - 2)) for x in state))  # pyright: ignore[reportArgumentType]
     lead = key.shape[2] - queries
     if stream.causal and lead > 0:  # bottom-right: as many queries as keys, those in front are not read
         query = torch.nn.functional.pad(query, (0, 0, lead, 0))
@@ -135,17 +137,20 @@ def _fused(
     steps: tuple[Tensor | None, Tensor | None, Tensor | None],
     state: Sums,
 ) -> tuple[Tensor, Tensor | None, Sums]:
-    """The chunked form by this library's Numba kernels, which also divide by the denominators where that is all."""
+    """Either form by this library's Numba kernels, which also divide by the denominators where that is all."""
     query, key, value = mapped
     log, weight, valid = steps
-    assert causal
     coefficients = call.kernel.polynomial()
-    assert coefficients is not None
+    if coefficients is None:  # finite all the same: the step takes features as they are
+        query, key, coefficients = call.kernel.features(query), call.kernel.features(key), (0.0, 1.0)
+    # Without an order there is one query and one key, and it sees that key.
+    assert causal or (call.form == "recurrent" and key.shape[2] == query.shape[2] == 1)
+    run = recurrent_step if call.form == "recurrent" else polynomial_scan
     if valid is not None:
         there = valid.unsqueeze(1).to(torch.float32)
         weight = there if weight is None else weight * there
     given = call.state is not None
-    out, denominator, final, mass = polynomial_scan(
+    out, denominator, final, mass = run(
         query,
         key,
         value,
