@@ -36,7 +36,7 @@ def pair_flops(kernel: Kernel, merged: Merged, sizes: Sizes) -> int:
     return 2 * sizes.batch * sizes.query_heads * visible_pairs(merged, sizes) * products
 
 
-def feature_flops(kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> int:
+def feature_flops(kernel: Kernel, merged: Merged, sizes: Sizes, form: str, chunk: int = FEATURE_CHUNK) -> int:
     """Floating-point operations of the feature path: state reads, state updates, and the pairs inside chunks."""
     features = kernel.feature_dim(sizes.dim)
     assert features is not None
@@ -47,7 +47,7 @@ def feature_flops(kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> in
         inside = (
             sizes.query_heads
             * sizes.query_length
-            * min(FEATURE_CHUNK, sizes.key_length)
+            * min(chunk, sizes.key_length)
             * (kernel.mapped_dim(sizes.dim) + sizes.value_dim)
         )
     return 2 * sizes.batch * (reads + updates + inside)
