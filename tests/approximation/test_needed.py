@@ -127,3 +127,20 @@ def test_the_ladder_doubles_from_a_whole_block() -> None:
     assert ladder(PositiveRandomFeatures(100, orthogonal=False), 4) == [25, 50, 100, 200, 400]
     assert ladder(PositiveRandomFeatures(7, orthogonal=False), 4) == [8, 16, 32, 64, 128]
     assert math.prod(ladder(PositiveRandomFeatures(9, orthogonal=False), 4)) == 9**5 * 2**10
+
+
+def test_the_highest_order_counts_if_the_next_confirms_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = gaussian_inputs(64, 8, 1.0)
+    whole = approximation_error(*inputs, Taylor(2), target=1e-3).needed
+    assert isinstance(whole, NeededOrder)
+    assert whole.order is not None
+    monkeypatch.setattr(needed, "ORDER_LIMIT", whole.order)
+    last = approximation_error(*inputs, Taylor(2), target=1e-3).needed
+    assert isinstance(last, NeededOrder)
+    assert (last.order, last.error) == (whole.order, whole.error)
+    monkeypatch.setattr(needed, "ORDER_LIMIT", whole.order - 2)
+    short = approximation_error(*inputs, Taylor(2), target=1e-3).needed
+    assert isinstance(short, NeededOrder)
+    assert short.order is None
+    order = approximation_error(*inputs, Taylor(whole.order - 2)).error.value
+    assert short.error == pytest.approx(order)

@@ -82,7 +82,7 @@ def test_the_sentences_hold_the_numbers() -> None:
     law = next(text for question, text in found.items() if "m^(-1/2)" in question)
     assert "It does in 0 of 3 cases" in law
     assert "standard deviation is 0.5 to 2" in law
-    assert "m^(-0.1)" in law
+    assert "least exponent is 0.1 for 0.5" in law
     odd = next(text for question, text in found.items() if "odd Taylor" in question)
     assert "In 0 of 3 cases" in odd
     assert "up to 6 times as large" in odd

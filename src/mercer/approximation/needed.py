@@ -121,7 +121,8 @@ def needed_order(
         target: wanted relative error.
         even: only even orders.
     """
-    orders = list(range(0, ORDER_LIMIT + 1, 2 if even else 1))
+    step = 2 if even else 1
+    orders = list(range(0, ORDER_LIMIT + 1 + step, step))  # the last one only confirms the one before
     found: list[float] = []
     place: int | None = None
     for start in range(0, len(orders), 8):
@@ -133,7 +134,7 @@ def needed_order(
     return NeededOrder(
         target=target,
         order=None if place is None else orders[place],
-        error=found[-1 if place is None else place],
+        error=found[-2 if place is None else place],
         pointwise=truncation_order(low, high, target),
         even_only=even,
         limit=ORDER_LIMIT,

@@ -129,28 +129,32 @@ def _features(
         chosen = [arm for arm in arms if arm.record.series == series]
         kernels = {arm.record.name: arm.kernel for arm in chosen}
         errors: dict[int, tuple[float, ...]] = {}
-        step = 1
+        step = least = 1
         for name, kernel in sorted(kernels.items(), key=lambda item: getattr(item[1], "count", 0)):
             assert isinstance(kernel, RandomFeatures)
             step = kernel.features_per_direction
-            if kernel.count >= least_count(kernel, dim) and all(map(math.isfinite, found[name].by_draw)):
+            if all(map(math.isfinite, found[name].by_draw)):
                 errors[kernel.count] = found[name].by_draw
-        if len(errors) >= LEAST_COUNTS:
-            last = list(errors.items())[-MOST_COUNTS:]
+                least = least_count(kernel, dim)
+        last = [(number, values) for number, values in errors.items() if number >= least][-MOST_COUNTS:]
+        if len(last) >= LEAST_COUNTS:
             table = torch.tensor([values for _, values in last], dtype=torch.float64)
             law = fitted_law([number for number, _ in last], table, step, target, CONFIDENCE)
-            needs.append(_law(inputs, series, law))
+            means = {number: sum(values) / len(values) for number, values in errors.items()}
+            needs.append(_law(inputs, series, law, means))
     return needs
 
 
-def _law(inputs: str, series: str, law: NeededFeatures) -> ApproximationNeed:
+def _law(inputs: str, series: str, law: NeededFeatures, means: dict[int, float]) -> ApproximationNeed:
+    """``means``: of every number of features that was measured; the fit may leave the smallest out."""
     exponent = law.exponent
+    number = next((count for count, error in means.items() if error <= law.target), law.count)
     return ApproximationNeed(
         inputs=inputs,
         series=series,
         kind="features",
-        number=law.count,
-        error=law.checked,
+        number=number,
+        error=None if number is None else means.get(number),
         exponent=Interval(
             mean=exponent.value, low=exponent.low, high=exponent.high, count=len(law.counts), over="draws"
         ),

@@ -72,6 +72,11 @@ def inputs_words(at: ApproximationInputs) -> str:
     return f"D = {at.dim}, spread {at.spread:g}"
 
 
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2g}", f"{max(values):.2g}"
+    return low if low == high else f"{low} to {high}"
+
+
 def _orders(found: _Found) -> Finding | None:
     rows: list[tuple[float, float, str, ApproximationArm, ApproximationArm]] = []
     falls = total = 0
@@ -133,13 +138,13 @@ def _law(found: _Found) -> Finding | None:
     lost = [found.place[need.inputs].score_deviation for need in laws if not need.holds]
     parts = [
         f"It does in {len(holding)} of {len(laws)} cases"
-        + (f", with scores of standard deviation {min(kept):.2g} to {max(kept):.2g}" if kept else "")
+        + (f", with scores of standard deviation {_range(kept)}" if kept else "")
         + "."
     ]
     if lost:
         parts.append(
-            f"It does not where the standard deviation is {min(lost):.2g} to {max(lost):.2g}; the flattest is "
-            f"m^(-{flattest.exponent.mean if flattest.exponent else 0:.2g}), {label(flattest.series)} at "
+            f"It does not where the standard deviation is {_range(lost)}; the least exponent is "
+            f"{flattest.exponent.mean if flattest.exponent else 0:.2g} for 0.5, {label(flattest.series)} at "
             f"{inputs_words(found.place[flattest.inputs])}."
         )
     counts = [arm.count for arm in found.arms if arm.count]

@@ -321,8 +321,8 @@ def _variance(look: _Look) -> list[Figure]:
     if not plot.traces:
         return []
     low, high = min(values), max(values)
-    plot.x_axis |= numbers.ticks(values, 100, lambda v: f"{v:g}")
-    plot.y_axis |= numbers.ticks(values, 100, lambda v: f"{v:g}")
+    plot.x_axis |= numbers.ticks(values, 100, numbers.short)
+    plot.y_axis |= numbers.ticks(values, 100, numbers.short)
     plot.line(
         "equal", [low, high], [low, high], Mark(GUIDE, "dot", "circle", 1.5), hover="equal", legend=False
     )  # fmt: skip
@@ -334,7 +334,7 @@ def _variance(look: _Look) -> list[Figure]:
             f"theory: {'; '.join(said)}.",
             f"One point for each number of features and inputs, {record.draws} draws each. On the dotted line both are "
             f"equal. A variance far above 1 is made by events so rare that a few draws do not have them; those above "
-            f"{LARGEST_VARIANCE:.0e} are in the table only.",
+            f"{numbers.short(LARGEST_VARIANCE)} are in the table only.",
             height=420,
         )
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mercer.studies.records.approximation import ApproximationRecord
+from mercer.studies.records.approximation import ApproximationNeed, ApproximationRecord
 from mercer.studies.report import numbers
 from mercer.studies.report.blocks import Cell, Table
 from mercer.studies.report.marks import label, mark
@@ -15,6 +15,14 @@ def _place(record: ApproximationRecord, name: str) -> str:
 
 def _error(value: float | None) -> str:
     return numbers.MISSING if value is None else f"{value:.3g}"
+
+
+def _count(need: ApproximationNeed | None) -> Cell:
+    if need is None:
+        return Cell(numbers.MISSING)
+    if need.number is None:
+        return Cell(f"({numbers.decimal(need.exponent.mean, 2)})" if need.exponent else numbers.MISSING)
+    return Cell(f"{need.number:,}")
 
 
 def needs(record: ApproximationRecord) -> list[Table]:
@@ -43,9 +51,23 @@ def needs(record: ApproximationRecord) -> list[Table]:
         )
     laws = [need for need in record.needs if need.kind == "features"]
     if laws:
+        series = list(dict.fromkeys(need.series for need in laws))
+        found = {(need.inputs, need.series): need for need in laws}
         tables.append(
             Table(
                 "Random features",
+                ("inputs", *(label(name) for name in series)),
+                tuple(
+                    (Cell(_place(record, at)), *(_count(found.get((at, name))) for name in series))
+                    for at in dict.fromkeys(need.inputs for need in laws)
+                ),
+                caption="How many reach the error: measured, or by the law where it holds. In brackets, where neither "
+                "is so, the exponent b of error ~ m^(-b) instead: then no number can be named.",
+            )
+        )
+        tables.append(
+            Table(
+                "The fitted law of random features",
                 ("inputs", "series", "exponent", "law", "features", "error there"),
                 tuple(
                     (
@@ -59,6 +81,7 @@ def needs(record: ApproximationRecord) -> list[Table]:
                     for need in laws
                 ),
                 words=2,
+                folded=True,
                 caption="The exponent b of error ~ m^(-b), fitted to all draws, with its 95 % interval; the law holds "
                 "if b is within 0.1 of 1/2, its interval within 0.2 and the last error below 1, and only then is it "
                 "used for more features than were measured. The five largest numbers are fitted, orthogonal directions "
