@@ -30,21 +30,22 @@ def needs(record: ApproximationRecord) -> list[Table]:
     tables: list[Table] = []
     orders = [need for need in record.needs if need.kind == "order"]
     if orders:
+        several = len({need.series for need in orders}) > 1
         tables.append(
             Table(
                 "Taylor orders",
-                ("inputs", "series", "order", "error there", "order at every score"),
+                ("inputs", *(("series",) if several else ()), "order", "error there", "order at every score"),
                 tuple(
                     (
                         Cell(_place(record, need.inputs)),
-                        Cell(label(need.series)),
+                        *((Cell(label(need.series)),) if several else ()),
                         Cell("none up to 64" if need.number is None else str(need.number)),
                         Cell(_error(need.error)),
                         Cell("above 200" if need.pointwise is None else str(need.pointwise)),
                     )
                     for need in orders
                 ),
-                words=2,
+                words=2 if several else 1,
                 caption=f"The smallest order whose error, and that of the next, is at most {record.target:g}; last, "
                 "the order that truncates exp with this relative error at every score seen, more than outputs need.",
             )
