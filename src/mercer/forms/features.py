@@ -78,10 +78,10 @@ def read(call: Call, stream: Stream) -> Rows:
         start = running.start.to(precision)
         if not stream.causal:  # otherwise ``log`` does it
             state = Sums(*(None if x is None else x * start.view(*start.shape, *(1,) * (x.dim() - 2)) for x in state))  # pyright: ignore[reportArgumentType]
-    lead = key.shape[2] - queries
-    if stream.causal and lead > 0:  # bottom-right: as many queries as keys, those in front are not read
+    lead = key.shape[2] - queries if stream.causal else 0
+    if lead > 0:  # bottom-right: as many queries as keys, those in front are not read
         query = torch.nn.functional.pad(query, (0, 0, lead, 0))
-    elif stream.causal and lead < 0:  # or read nothing
+    elif lead < 0:  # or read nothing
         key, value = (torch.nn.functional.pad(x, (0, 0, -lead, 0)) for x in (key, value))
         log, weight = (None if x is None else torch.nn.functional.pad(x, (-lead, 0)) for x in (log, weight))
     valid = stream.valid if stream.valid is None or lead >= 0 else torch.nn.functional.pad(stream.valid, (-lead, 0))
