@@ -106,39 +106,49 @@ def recurrent_step(
     from mercer.backends import step_kernels as kernels
 
     batch, heads, length, dim = key.shape
-    query_heads, width = query.shape[1], value.shape[-1]
+    query_heads, width, features = query.shape[1], value.shape[-1], plan.features
+    group, slot = query_heads // heads, kernels.slot(dim, plan.monomials)
     query, key, value = _rows(query), _rows(key), _rows(value)
     out = torch.empty(batch, query_heads, length, width)
     denominator = torch.empty(batch, query_heads, length) if mass and not divide else None
-    if state is None:
-        final = state = torch.zeros(batch, heads, plan.features, width)
-    else:
-        state = state.detach().contiguous()
-        final = torch.empty_like(state) if length else state.clone()
+    state, final = _succession(state, (batch, heads, features, width), length)
     final_mass = None
-    if mass and mass_state is None:
-        final_mass = mass_state = torch.zeros(batch, heads, plan.features)
-    elif mass and mass_state is not None:
-        mass_state = mass_state.detach().contiguous()
-        final_mass = torch.empty_like(mass_state) if length else mass_state.clone()
+    if mass:
+        mass_state, final_mass = _succession(mass_state, (batch, heads, features), length)
     if log is not None:
-        log = log.detach().double()
+        log = log.double()
     if weight is not None:
-        weight = weight.detach().float()
+        weight = weight.float()
     numbers: list[int] = []
-    for x in (query, key, value, log, weight, state, mass_state, final, final_mass, out, denominator):
-        numbers += (0, 0, 0, 0, 0) if x is None else _described(x)
-    group, slot = query_heads // heads, kernels.slot(dim, plan.monomials)
-    numbers += (heads, group, length, dim, width, plan.features, slot, MAPS.index(map), divide)
+    for x in (query, key, value):
+        strides, size = x.stride(), 4 if x.dtype == torch.float32 else 2
+        numbers += (x.data_ptr(), size == 2, strides[0] * size, strides[1] * size, strides[2] * size)
+    for x, size in ((log, 8), (weight, 4)):
+        if x is None:
+            numbers += _ABSENT
+        else:  # the same over what has one entry
+            strides = [0 if n == 1 else size * step for n, step in zip(x.shape, x.stride(), strict=True)]
+            numbers += (x.data_ptr(), 0, *strides)
+    for x, block in (
+        (state, features * width),
+        (mass_state, features),
+        (final, features * width),
+        (final_mass, features),
+    ):
+        numbers += _ABSENT if x is None else (x.data_ptr(), 0, 4 * heads * block, 4 * block, 0)
+    for x, block in ((out, width), (denominator, 1)):
+        row = 4 * length * block
+        numbers += _ABSENT if x is None else (x.data_ptr(), 0, query_heads * row, row, 4 * block)
+    numbers += (heads, group, length, dim, width, features, slot, MAPS.index(map), divide)
     table = np.array(numbers, np.int64)
     items = batch * heads
-    threads = 1 if final.numel() <= ALONE else threads_for(items)
-    work = torch.empty(threads, kernels.room(width, slot, group))
-    address, pitch = work.data_ptr(), 4 * work.shape[1]
-    kernel = kernels.compiled()
+    threads = 1 if items * features * width <= ALONE else threads_for(items)
+    pitch = kernels.room(width, slot, group)
+    work = torch.empty(threads * pitch)
+    address, kernel = work.data_ptr(), kernels.compiled()
 
     def part(thread: int, start: int, stop: int) -> None:
-        kernel(table, scale, *plan.arrays, address + thread * pitch, start, stop)
+        kernel(table, scale, *plan.arrays, address + 4 * thread * pitch, start, stop)
 
     if threads == 1:
         part(0, 0, items)
@@ -147,11 +157,16 @@ def recurrent_step(
     return out, denominator, final, final_mass
 
 
-def _described(x: Tensor) -> tuple[int, int, int, int, int]:
-    """A row of the kernel's table: strides in bytes, 0 over what is the same for all."""
-    size, strides, shape = x.element_size(), x.stride(), x.shape
-    by_batch, by_head = (0 if shape[i] == 1 else size * strides[i] for i in (0, 1))
-    return x.data_ptr(), x.dtype == torch.bfloat16, by_batch, by_head, size * strides[2]
+_ABSENT = (0, 0, 0, 0, 0)
+
+
+def _succession(state: Tensor | None, shape: tuple[int, ...], length: int) -> tuple[Tensor, Tensor]:
+    """What to start from, and where to write what follows: the same where there was nothing."""
+    if state is None:
+        zeros = torch.zeros(shape)
+        return zeros, zeros
+    state = state.contiguous()
+    return state, torch.empty(shape) if length else state.clone()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -207,19 +222,7 @@ def _check(
     divide: bool,
 ) -> None:
     """Raise InvalidArgument or Unsupported for what the kernel would misread or lose: it checks nothing."""
-    fits = query.ndim == key.ndim == value.ndim == 4
-    if fits:
-        batch, heads, length, dim = key.shape
-        fits = (
-            query.shape[0] == batch
-            and query.shape[2:] == (length, dim)
-            and value.shape[:3] == (batch, heads, length)
-            and heads > 0
-            and query.shape[1] % heads == 0
-            and dim > 0
-            and value.shape[3] > 0
-        )
-    if not fits:
+    if not query.ndim == key.ndim == value.ndim == 4 or not _fit(query.shape, key.shape, value.shape):
         raise InvalidArgument(
             "recurrent_step: query, key and value must be [B, Hq, L, D], [B, Hk, L, D] and [B, Hk, L, Dv], where Hk "
             f"divides Hq and D and Dv are 1 or more; they are {list(query.shape)}, {list(key.shape)} and "
@@ -239,10 +242,8 @@ def _check(
             raise InvalidArgument(
                 f"recurrent_step: {name} must be [1 or {batch}, 1 or {heads}, {length}], not {list(x.shape)}."
             )
-    for name, x, shape in (
-        ("state", state, (batch, heads, plan.features, value.shape[3])),
-        ("mass_state", mass_state, (batch, heads, plan.features)),
-    ):
+    whole = (batch, heads, plan.features, value.shape[3])
+    for name, x, shape in (("state", state, whole), ("mass_state", mass_state, whole[:3])):
         if x is not None and (x.shape != shape or x.dtype != torch.float32):
             raise InvalidArgument(
                 f"recurrent_step: {name} must be float32 {list(shape)}, not {x.dtype} {list(x.shape)}."
@@ -251,7 +252,20 @@ def _check(
     for x in (query, key, value, log, weight, state, mass_state):
         if x is None:
             continue
-        if x.device.type != "cpu" or (x.dtype == torch.float64 and x is not log):
+        if not x.is_cpu or (x.dtype == torch.float64 and x is not log):
             raise Unsupported("recurrent_step computes in float32 on the CPU: use backend='torch' for anything else.")
         if (recorded and x.requires_grad) or forward_ad.unpack_dual(x).tangent is not None:
             raise Unsupported("recurrent_step has no gradient: use backend='torch', or torch.no_grad().")
+
+
+def _fit(query: torch.Size, key: torch.Size, value: torch.Size) -> bool:
+    batch, heads, length, dim = key
+    return (
+        query[0] == batch
+        and query[2:] == (length, dim)
+        and value[:3] == (batch, heads, length)
+        and heads > 0
+        and query[1] % heads == 0
+        and dim > 0
+        and value[3] > 0
+    )

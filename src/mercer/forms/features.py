@@ -233,11 +233,12 @@ def _initial(call: Call, value: Tensor) -> Sums:
 
 def _state(call: Call, stream: Stream, final: Sums, peak: Tensor | None) -> FeatureState:
     batch, heads = final.features.shape[:2]
-    length = stream.added.expand(batch).to(torch.int64)
-    total = final.features.new_zeros(batch, heads, dtype=torch.float64)
+    past, length = call.state, stream.added.expand(batch).to(torch.int64)
+    if isinstance(past, FeatureState):
+        length, total, tag = length + past.length, past.log_decay, past.kernel
+    else:
+        total = final.features.new_zeros(batch, heads, dtype=torch.float64)
+        tag = call.kernel.state_tag(call.scale)
     if stream.log is not None and stream.log.shape[-1]:
         total = total + stream.log[..., -1]
-    if call.state is not None:
-        assert isinstance(call.state, FeatureState)
-        length, total = length + call.state.length, total + call.state.log_decay
-    return FeatureState(final.features, final.mass, length, total, call.kernel.state_tag(call.scale), peak)
+    return FeatureState(final.features, final.mass, length, total, tag, peak)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,10 @@ from mercer.forms.call import Call, blank
 
 def run(call: Call) -> tuple[Tensor, State | None]:
     """Compute a call whose documents, if any, the form handles itself."""
-    with torch.autocast(
-        call.query.device.type, enabled=False
-    ):  # sums are float32 or float64, whatever surrounds the call
+    kind = call.query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return _run(call)
+    with torch.autocast(kind, enabled=False):  # sums are float32 or float64, whatever surrounds the call
         return _run(call)
 
 
@@ -48,7 +51,7 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
         out = out.masked_fill(~own.query_valid[:, None, :, None], 0)
     out = out.to(call.query.dtype)
     if (
-        out.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(torch.isfinite(out.detach().sum()))
+        out.device.type == "cpu" and not torch.compiler.is_compiling() and not math.isfinite(out.detach().sum().item())
     ):  # elsewhere the check would wait for the device
         _explain(call, query, key, value, out)
     return out, after
