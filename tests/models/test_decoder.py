@@ -12,6 +12,11 @@ VARIANTS = [
     *({"position": position} for position in POSITIONS),
     *({"attention": attention} for attention in ATTENTIONS[1:]),
     *({"attention": attention, "position": "alibi"} for attention in ("exp-l2", "elu-sum")),
+    *(
+        {"attention": attention, "position": position}
+        for attention in ("exp@4:taylor2-sum", ["exp@3:favor8-sum", "softmax"])
+        for position in ("rotary", "alibi")
+    ),
     {"window": 5},
     {"window": 5, "attention": "exp-l2", "position": "alibi"},
     {"kv_heads": 1, "norm": "layer", "norm_position": "post", "feedforward": "gelu", "bias": True},
