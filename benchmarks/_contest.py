@@ -99,7 +99,7 @@ def admit(
     row = row.model_copy(update={"error": error})
     if not row.differs and not error <= AGREES[dtype]:
         return row, f"its answer is off by {error:.1e} (allowed {AGREES[dtype]:.0e})"
-    estimate = estimated(one, shape, dtype, backward, device)
+    estimate = estimated(one, shape, dtype, backward, device, rules.longest)
     if estimate > rules.longest:
         return row, f"one call would take about {estimate:.0f} s"
     return row, ""
@@ -115,12 +115,20 @@ def error_of(one: Contestant, task: str, dim: int, dtype: str, device: torch.dev
     return error if math.isfinite(error) else math.inf
 
 
-def estimated(one: Contestant, shape: Shape, dtype: str, backward: bool, device: torch.device) -> float:
-    """Seconds of one call, from the second of two calls on a short sequence of the same heads."""
-    short = min(shape.length, PROBED)
-    run = call(one, inputs(replace(shape, length=short), dtype, device), backward)
-    run()
-    return seconds(run, device) * (shape.length / short) ** one.growth
+def estimated(one: Contestant, shape: Shape, dtype: str, backward: bool, device: torch.device, longest: float) -> float:
+    """Seconds of one call, from the second of two calls on a short sequence of the same heads.
+
+    It is tried on 64 tokens, on 256 and so on up to ``PROBED``, for as long as the next try, too, should be allowed.
+    """
+    short = min(shape.length, PROBED, max(64, one.multiple))
+    while True:
+        run = call(one, inputs(replace(shape, length=short), dtype, device), backward)
+        run()
+        spent = seconds(run, device)
+        longer = min(4 * short, shape.length, PROBED)
+        if longer == short or spent * (longer / short) ** one.growth > longest:
+            return spent * (shape.length / short) ** one.growth
+        short = longer
 
 
 def call(one: Contestant, given: tuple[torch.Tensor, ...], backward: bool) -> Callable[[], object]:

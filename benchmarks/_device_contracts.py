@@ -21,14 +21,22 @@ from tests.contracts import cells
 from tests.tolerance import relative_error, tolerance
 from torch import Tensor
 
+from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.mixed import Mixed
+from mercer.core.normalizers import Normalizer
 from mercer.core.reference import reference_attention
-from mercer.core.structures import merge
+from mercer.core.structures import Structure, merge
 from mercer.core.support import unsupported
 from mercer.ops import attention
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPE = cells.Shape()
 SEED = 20250701
+MIXED: dict[str, Kernel] = {
+    "mixed-exp-taylor2": Mixed(Exp(), Taylor(2), window=3),
+    "mixed-elu-exp": Mixed(Elu(), Exp(), window=2),
+}
+"""Kernels of two parts, which need a causal structure."""
 Cell = tuple[str, str, str]
 Whole = TypeVar("Whole")
 
@@ -60,6 +68,10 @@ def every_cell() -> tuple[list[Cell], int]:
     """All cells in the order they are compared, and how many of the first ones show a new pair."""
     listed = [(k, n, s) for k, n in cells.WALKED for s in cells.STRUCTURES]
     listed += [(k, n, s) for k in cells.FEATURE_KERNELS for n in ("sum", "l2-head") for s in cells.FEW_STRUCTURES]
+    generator = torch.Generator().manual_seed(SEED)
+    merged = {name: merge(laid.whole(SHAPE)) for name, laid in cells.structures(SHAPE, generator).items()}
+    causal = [name for name, one in merged.items() if one.causal and one.left is None]
+    listed += [(k, n, s) for k in MIXED for n in cells.NORMALIZERS for s in causal]
     random.Random(SEED).shuffle(listed)
     seen: set[tuple[int, str, str]] = set()
     first: list[Cell] = []
@@ -93,7 +105,8 @@ def _compare(cell: Cell, device: torch.device, found: Verdict) -> None:
     kernel_name, normalizer_name, structure_name = cell
     generator = torch.Generator().manual_seed(SEED)
     shape = SHAPE.under(normalizer_name)
-    kernel, weights = cells.kernel(kernel_name, shape, generator)
+    mixed = MIXED.get(kernel_name)
+    kernel, weights = (mixed, {}) if mixed is not None else cells.kernel(kernel_name, shape, generator)
     normalizer, gains = cells.normalizer(normalizer_name, shape, generator)
     laid = cells.structures(shape, generator)[structure_name]
     given = cells.inputs(shape, generator, torch.bfloat16, kernel).double()
@@ -101,13 +114,13 @@ def _compare(cell: Cell, device: torch.device, found: Verdict) -> None:
     shared = laid.leaves | gains | weights
     expected = reference_attention(*given.qkv, kernel, normalizer, whole)
     wanted = cells.gradients(expected, given.cotangent, [*given.qkv, *shared.values()])
-    there = {"kernel": kernel, "normalizer": normalizer, "structure": whole}
+    there: dict[str, Any] = {"kernel": kernel, "normalizer": normalizer, "structure": whole}
     for form, path, dtype in _ways(kernel, normalizer, whole):
         label = f"{kernel_name}, {normalizer_name}, {structure_name}, {form} by {path}, {str(dtype)[6:]}"
         qkv = [x.detach().to(device, dtype).requires_grad_() for x in given.qkv]
         try:
             parts = {name: moved(part, device) for name, part in there.items()}
-            out = attention(*qkv, **parts, form=form, path=path)  # type: ignore[arg-type]
+            out = attention(*qkv, **parts, form=form, path=path)
             leaves = [*qkv, *shared.values()]
             got = cells.gradients(out, given.cotangent.to(device, dtype), leaves)
         except Exception as error:  # noqa: BLE001 - whatever a device cannot do is a finding of this cell
@@ -127,7 +140,7 @@ def _compare(cell: Cell, device: torch.device, found: Verdict) -> None:
                 found.bad.add((type(kernel).__name__, form, path))
 
 
-def _ways(kernel: Any, normalizer: Any, structure: Any) -> Iterator[tuple[str, str, torch.dtype]]:
+def _ways(kernel: Kernel, normalizer: Normalizer, structure: Structure) -> Iterator[tuple[str, str, torch.dtype]]:
     for form, path in cells.CELLS:
         if unsupported(kernel, normalizer, merge(structure), form, path) is None:
             for dtype in DTYPES:
@@ -141,7 +154,7 @@ def moved(thing: Whole, device: torch.device) -> Whole:
     """
     if isinstance(thing, Tensor):
         narrow = device.type == "mps" and thing.dtype == torch.float64
-        return thing.to(device, torch.float32 if narrow else thing.dtype)
+        return thing.to(device, torch.float32 if narrow else thing.dtype)  # type: ignore[return-value]
     if isinstance(thing, dict):
         return {name: moved(part, device) for name, part in thing.items()}  # type: ignore[return-value]
     if isinstance(thing, tuple):

@@ -26,6 +26,7 @@ from mercer import Causal, Sum, attention, plan
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
+from mercer.core.mixed import Mixed
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.core.support import FORMS, PATHS
 from mercer.errors import MercerError
@@ -47,6 +48,7 @@ KERNELS: dict[str, Kernel] = {
     "dpfp1": Dpfp(),
     "mlp": MlpFeatures(64),
     "trig-signed": TrigonometricRandomFeatures(256, signed=True),
+    "mixed": Mixed(Exp(), Elu(), window=64),
 }
 """One or more of every class, at sizes one would use; names of tests/contracts/cells.py where it has the same."""
 Way = tuple[str, str, str]
@@ -149,7 +151,7 @@ def ways(name: str, shape: Shape, dtype: str, device: torch.device) -> Iterator[
     for form in FORMS:
         for path in PATHS:
             for backend in BACKENDS:
-                asked = parts | {"form": form, "path": path, "backend": backend}
+                asked: dict[str, Any] = {**parts, "form": form, "path": path, "backend": backend}
                 try:
                     plan(like, like, like, **asked)
                 except MercerError:

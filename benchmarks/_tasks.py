@@ -75,11 +75,12 @@ def ours(task: str, shape: Shape, dtype: str) -> list[Contestant]:
         asked[1:1] = [chunked | {"path": "features"}, chunked | {"path": "features", "backend": "torch"}]
     made: dict[tuple[str, str, str], Contestant] = {}
     for options in asked:
-        chosen = plan(meta, meta, meta, **parts, **options)
+        together: dict[str, Any] = {**parts, **options}
+        chosen = plan(meta, meta, meta, **together)
         way = (chosen.form, chosen.path, chosen.backend)
         if way not in made:
             name = f"{OURS}, {chosen.path} ({chosen.backend})" if made else OURS
-            run = partial(_attend, options=parts | options)
+            run = partial(_attend, options=together)
             made[way] = Contestant(name, run, 1 if chosen.path == "features" else 2, plan=str(chosen))
     return list(made.values())
 

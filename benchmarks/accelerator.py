@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 from benchmarks._process import in_child, prepare
 
 if TYPE_CHECKING:
+    import torch
+
     from benchmarks._device_contracts import Verdict
     from benchmarks._device_times import Time
     from benchmarks._machine import Limits
@@ -93,11 +95,12 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
-def found() -> object:
+def found() -> torch.device:
     """The accelerator that torch finds, or the CPU."""
     import torch
 
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
 def report(verdict: Verdict) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks._device_contracts import compare, every_cell, moved
+from benchmarks._device_contracts import MIXED, compare, every_cell, moved
 from benchmarks._device_rivals import SDPA, rival_error, rivals
 from benchmarks._device_times import KERNELS, Watch, measure, ways
 from benchmarks._machine import Limits
@@ -30,7 +30,7 @@ def test_the_first_cells_show_every_pair():
     assert len(set(order)) == len(order)
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert {(c[a], c[b]) for c in order[:first]} == {(c[a], c[b]) for c in order}
-    assert {c[0] for c in order} == set(cells.KERNELS) | set(cells.FEATURE_KERNELS)
+    assert {c[0] for c in order} == set(cells.KERNELS) | set(cells.FEATURE_KERNELS) | set(MIXED)
     assert {c[1] for c in order} == set(cells.NORMALIZERS) | set(cells.OTHER_NORMALIZERS)
     assert {c[2] for c in order} == set(cells.STRUCTURES)
 
@@ -86,7 +86,7 @@ def test_every_class_of_kernel_is_timed():
     def classes(kernels: dict[str, Kernel]) -> set[type[Kernel]]:
         return {type(kernel) for kernel in kernels.values()}
 
-    assert classes(cells.KERNELS | cells.FEATURE_KERNELS) <= classes(KERNELS)
+    assert classes(cells.KERNELS | cells.FEATURE_KERNELS | MIXED) <= classes(KERNELS)
     assert set(_device_times.EXPANDED) <= set(KERNELS)
 
 

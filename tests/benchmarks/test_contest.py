@@ -1,8 +1,10 @@
 """Who takes part in a benchmark and who is left out, and that what is written can be read."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import jsonschema
 import pytest
@@ -15,6 +17,7 @@ from benchmarks._sata import sata_attention, tuples
 from benchmarks._table import lines
 from benchmarks._tasks import LONG, OURS, SHORT, TASKS, expected, inputs, ours
 from benchmarks._work import Shape
+from scripts import bench_picture
 
 from benchmarks import _contest, linear_attention
 from mercer.core.kernels import Taylor
@@ -24,7 +27,6 @@ from mercer.core.structures import Causal
 CPU = torch.device("cpu")
 RULES = Rules(rounds=3, budget=10.0, longest=100.0, memory=2**30)
 SHAPE = Shape(1, 2, 64, 16)
-FIRST = {"linear": 64, "exp-features": 64, "random-features": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -82,14 +84,43 @@ def test_a_long_call_is_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_contest, "seconds", lambda run, device: 6.0)
     one = ours("linear", SHAPE, "float32")[0]
     for growth, estimate in ((1, 12.0), (2, 24.0)):
-        assert _contest.estimated(replace(one, growth=growth), SHAPE, "float32", False, CPU) == estimate
+        assert _contest.estimated(replace(one, growth=growth), SHAPE, "float32", False, CPU, 20.0) == estimate
         _, reason = _contest.admit(
             replace(one, growth=growth), "linear", SHAPE, "float32", False, replace(RULES, longest=20.0), CPU
         )
         assert bool(reason) == (estimate > 20)
 
 
-def record(tmp_path: Path) -> Record:
+def test_probing_grows_while_it_is_cheap(monkeypatch: pytest.MonkeyPatch):
+    """A second for every 512 tokens: with 4 s allowed it is tried on up to 1,024 tokens, with 1 s up to 256."""
+    tried: list[int] = []
+
+    def call(one: Contestant, given: tuple[torch.Tensor, ...], backward: bool) -> Callable[[], object]:
+        tried.append(given[0].shape[2])
+        return lambda: None
+
+    monkeypatch.setattr(_contest, "call", call)
+    monkeypatch.setattr(_contest, "seconds", lambda run, device: tried[-1] / 512)
+    one = Contestant("one", lambda q, k, v: v)
+    for longest, lengths in ((4.0, [64, 256, 1024]), (1.0, [64, 256])):
+        tried.clear()
+        assert _contest.estimated(one, replace(SHAPE, length=5120), "float32", False, CPU, longest) == 10.0
+        assert tried == lengths
+
+
+def test_the_picture_shows_every_contestant(tmp_path: Path):
+    (tmp_path / "r.json").write_text(record().model_dump_json())
+    bench_picture.main([str(tmp_path / "r.json"), "--out", str(tmp_path / "p.svg")], show=lambda _: None)
+    picture = (tmp_path / "p.svg").read_text()
+    root = ET.fromstring(picture)
+    words = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {row.name for row in record().cases[0].rows} <= words
+    assert {"float32, forward", "float32, forward and backward", "64"} <= words
+    with pytest.raises(SystemExit, match="no task 'taylor9'"):
+        bench_picture.main([str(tmp_path / "r.json"), "--task", "taylor9"])
+
+
+def record() -> Record:
     cases = [
         contest("linear", SHAPE, "float32", backward, ours("linear", SHAPE, "float32"), RULES, CPU, lambda _: None)
         for backward in (False, True)
@@ -102,7 +133,7 @@ def record(tmp_path: Path) -> Record:
 
 
 def test_a_record_survives_its_file(tmp_path: Path):
-    written = record(tmp_path)
+    written = record()
     (tmp_path / "r.json").write_text(written.model_dump_json())
     read = Record.model_validate_json((tmp_path / "r.json").read_text())
     assert read == written
