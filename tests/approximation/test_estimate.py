@@ -16,7 +16,7 @@ from mercer.core.learned_maps import Hedgehog
 from mercer.core.normalizers import L2, Identity, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.core.structures import Causal, Padding, Window
-from mercer.errors import InvalidArgument, Unsupported
+from mercer.errors import InvalidArgument, NonFinite, Unsupported
 from mercer.ops import attention
 
 INPUTS = gaussian_inputs(48, 8, 1.0, heads=3, batch=2, seed=1, dtype=torch.float64)
@@ -174,6 +174,15 @@ def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exceptio
     given = {"query": Q, "key": K, "value": V, "kernel": Taylor(2)} | options
     with pytest.raises(error, match=message):
         approximation_error(**given)
+
+
+def test_what_leaves_the_range_is_an_error_with_a_cause() -> None:
+    long = [Q * 1e3, K * 10, V]
+    with pytest.raises(NonFinite, match=r"Exp\(\) under Identity\(\) left the range of float64.*smaller scale"):
+        approximation_error(*long, Elu(), normalizer=Identity())
+    with pytest.raises(NonFinite, match=r"Power\(degree=90.* under Sum\(\) left the range"):
+        approximation_error(*long, Power(90))
+    assert approximation_error(*long, Elu()).error.value > 0.1
 
 
 def test_a_kernel_without_a_dial_needs_nothing() -> None:

@@ -10,7 +10,7 @@ from tests.studies.small import make_text
 
 from mercer.approximation import approximation_error, gaussian_inputs
 from mercer.core.structures import Alibi
-from mercer.errors import Interrupted, InvalidArgument, StorageError, Unsupported
+from mercer.errors import Interrupted, InvalidArgument, NonFinite, StorageError, Unsupported
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.models.io import save_model
@@ -187,6 +187,16 @@ def test_stopped_in_the_middle_it_continues_to_the_same_numbers(shrunk: Path, mo
     stopped, whole = study(shrunk), study(shrunk, out="whole")
     assert stopped.points == whole.points
     assert stopped.heldout_loss == whole.heldout_loss
+
+
+def test_an_arm_that_leaves_the_range_is_a_gap_and_no_failure(shrunk: Path) -> None:
+    record = study(shrunk, attentions=["power400-identity", "taylor200-identity", "favor64-sum", "elu-sum"])
+    lost = [point for point in record.points if point.error is None]
+    assert {point.arm for point in lost} == {"power400-identity"}
+    assert all((point.by_head, point.negative) == ([], None) for point in lost)
+    assert record.finished
+    with pytest.raises(NonFinite, match="every attention left the range"):
+        study(shrunk, attentions=["power400-identity"], out="alone")
 
 
 def test_the_steps_that_fit_are_fixed_once(shrunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

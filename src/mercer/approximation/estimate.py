@@ -19,7 +19,7 @@ from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.random_features import RandomFeatures
 from mercer.core.structures import Full, Structure, merge
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, NonFinite
 from mercer.ops import plan
 
 ROWS = 256
@@ -76,6 +76,7 @@ def approximation_error(
         InvalidArgument: as :func:`mercer.attention`; a row count, draws, target or confidence out of range; inputs in
             which no row sees a key, or that are not finite.
         Unsupported: as :func:`mercer.attention`, such as odd orders under ``Sum`` without ``signed=True``.
+        NonFinite: outputs left the range of float64, as those of ``Exp`` under ``Identity`` do for scores of 710.
 
     >>> from mercer import Causal, Taylor, approximation_error
     >>> from mercer.approximation import gaussian_inputs
@@ -126,7 +127,14 @@ class _Work:
         self.given_scale = None if scale is None else float(scale)
 
     def compare(self, kernels: Sequence[Kernel]) -> Comparison:
-        return compare(self.rows, kernels, self.given_scale, self.normalizer, self.scale)
+        found = compare(self.rows, kernels, self.given_scale, self.normalizer, self.scale)
+        for part, sums in ((Exp(), found.size), (self.kernel, found.wrong)):
+            if not bool(torch.isfinite(sums).all()):
+                raise NonFinite(
+                    f"approximation_error: {part} under {self.normalizer} left the range of float64, though all inputs "
+                    "are finite; use a smaller scale, a lower order, or a scale-invariant normaliser."
+                )
+        return found
 
     def errors(self, kernels: Sequence[Kernel]) -> Tensor:
         """Relative errors ``[kernels]``."""

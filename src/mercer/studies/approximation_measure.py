@@ -11,6 +11,7 @@ import torch
 from mercer.approximation import ApproximationError, Estimate, NeededFeatures, NeededOrder, approximation_error
 from mercer.approximation.needed import fitted_law, least_count
 from mercer.core.random_features import RandomFeatures
+from mercer.errors import NonFinite
 from mercer.studies.approximation_arms import Arm
 from mercer.studies.approximation_inputs import Inputs
 from mercer.studies.records.approximation import ApproximationInputs, ApproximationNeed, ApproximationPoint
@@ -59,14 +60,20 @@ def measure(
     query, key, value = (x.to(device) for x in inputs.make())
     seeking = _seekers(arms)
     found: dict[str, ApproximationError] = {}
+    lost: list[Arm] = []
     for place, arm in enumerate(arms):
         show(place, arm.record.name)
         drawn = isinstance(arm.kernel, RandomFeatures)
-        found[arm.record.name] = approximation_error(
-            query, key, value, arm.kernel, normalizer=arm.normalizer, structure=inputs.structure, scale=inputs.scale,
-            rows=sizes.rows, draws=sizes.draws if drawn else None, seed=0, confidence=CONFIDENCE,
-            target=target if arm.record.name in seeking else None,
-        )  # fmt: skip
+        try:
+            found[arm.record.name] = approximation_error(
+                query, key, value, arm.kernel, normalizer=arm.normalizer, structure=inputs.structure,
+                scale=inputs.scale, rows=sizes.rows, draws=sizes.draws if drawn else None, seed=0,
+                confidence=CONFIDENCE, target=target if arm.record.name in seeking else None,
+            )  # fmt: skip
+        except NonFinite:
+            lost.append(arm)
+    if not found:
+        raise NonFinite(f"on {inputs.name} every attention left the range of float64; take others.")
     first = next(iter(found.values()))
     scores = first.scores
     return Cell(
@@ -75,9 +82,12 @@ def measure(
             rows=first.rows, spread=inputs.spread, layer=inputs.layer, score_low=scores.low, score_mean=scores.mean,
             score_deviation=scores.deviation, score_high=scores.high,
         ),
-        points=[_point(inputs.name, name, result) for name, result in found.items()],
+        points=[
+            *(_point(inputs.name, name, result) for name, result in found.items()),
+            *(_lost(inputs.name, arm.record.name) for arm in lost),
+        ],
         needs=[
-            *(_order(inputs.name, arm, found[arm.record.name]) for arm in arms if arm.record.name in seeking),
+            *(_order(inputs.name, a, found[a.record.name]) for a in arms if a.record.name in seeking & found.keys()),
             *_features(inputs.name, arms, found, first.dim, target),
         ],
     )  # fmt: skip
@@ -111,6 +121,11 @@ def _point(inputs: str, name: str, found: ApproximationError) -> ApproximationPo
     )
 
 
+def _lost(inputs: str, name: str) -> ApproximationPoint:
+    """An arm whose outputs left the range of float64."""
+    return ApproximationPoint(inputs=inputs, arm=name, error=None, by_head=[], negative=None, not_positive=None)
+
+
 def _order(inputs: str, arm: Arm, found: ApproximationError) -> ApproximationNeed:
     needed = found.needed
     assert isinstance(needed, NeededOrder)
@@ -132,6 +147,8 @@ def _features(
         step = least = 1
         for name, kernel in sorted(kernels.items(), key=lambda item: getattr(item[1], "count", 0)):
             assert isinstance(kernel, RandomFeatures)
+            if name not in found:
+                continue
             step = kernel.features_per_direction
             if all(map(math.isfinite, found[name].by_draw)):
                 errors[kernel.count] = found[name].by_draw

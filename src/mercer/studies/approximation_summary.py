@@ -116,7 +116,7 @@ def _odd(found: _Found) -> Finding | None:
                     worst = max(worst, error / by_order[order - 1])
     for point in found.points:
         if found.arm[point.arm].parity == "odd":
-            negative = max(negative, point.not_positive)
+            negative = max(negative, point.not_positive or 0)
     if not total:
         return None
     return Finding(

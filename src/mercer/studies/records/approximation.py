@@ -53,8 +53,8 @@ class ApproximationPoint(Record):
     by_head: list[float | None]
     by_draw: list[float] = Field(default_factory=list, description="of random features")
     variation: Interval | None = Field(default=None, description="total variation of the weights, mean over rows")
-    negative: float = Field(ge=0, le=1, description="part of the weights below 0, mean over rows")
-    not_positive: float = Field(ge=0, le=1, description="share of rows whose weights sum to 0 or less")
+    negative: float | None = Field(ge=0, le=1, description="part of the weights below 0, mean over rows")
+    not_positive: float | None = Field(ge=0, le=1, description="share of rows whose weights sum to 0 or less")
     theory: float | None = Field(
         default=None, ge=0, description="relative variance of a kernel value, over pairs as softmax attends to them"
     )

@@ -17,6 +17,10 @@ def _error(value: float | None) -> str:
     return numbers.MISSING if value is None else f"{value:.3g}"
 
 
+def _share(value: float | None) -> str:
+    return numbers.MISSING if value is None else f"{100 * value:.2g} %"
+
+
 def _count(need: ApproximationNeed | None) -> Cell:
     if need is None:
         return Cell(numbers.MISSING)
@@ -121,8 +125,8 @@ def table(record: ApproximationRecord) -> list[Table]:
             Cell(label(p.arm), mark(p.arm).colour),
             Cell(numbers.bounds(p.error)),
             Cell(numbers.bounds(p.variation)),
-            Cell(f"{100 * p.negative:.2g} %"),
-            Cell(f"{100 * p.not_positive:.2g} %"),
+            Cell(_share(p.negative)),
+            Cell(_share(p.not_positive)),
             Cell(_error(p.theory)),
             Cell(_error(p.median)),
             Cell(numbers.bounds(p.measured)),
