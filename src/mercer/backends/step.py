@@ -46,8 +46,8 @@ def serves(kernel: Kernel, merged: Merged, sizes: Sizes) -> bool:
         and not sizes.trained
         and sizes.device == "cpu"
         and sizes.itemsize == 4
+        and not torch.compiler.is_compiling()  # a compiler makes its own kernels of torch's form
         and installed()
-        and not torch.compiler.is_compiling()
     )
 
 

@@ -27,7 +27,10 @@ from mercer.backends.microkernels import (
     _primitive,
     add,
     address,
+    at_least_zero,
+    at_most_zero,
     broadcast,
+    exp,
     fma,
     get,
     get_double,
@@ -194,16 +197,15 @@ def _copy(old: int, new: int, count: int) -> None:
 
 @njit
 def _mapped(at: int, half: int, dim: int, kind: int, scale: float, to: int) -> None:
-    """scale map(x) in float32."""
+    """scale map(x) in float32; whole vectors are written."""
+    factor = splat(scale)
     for c in range(0, dim, LANES):
-        store(to + 4 * c, load_row(at + c * (2 if half else 4), half, dim - c))
-    for d in range(dim):
-        x = get(to + 4 * d)
+        x = load_row(at + c * (2 if half else 4), half, dim - c)
         if kind == ELU:
-            x = F(math.exp(min(x, F(0)))) + max(x, F(0))
+            x = add(exp(at_most_zero(x)), at_least_zero(x))
         elif kind == RELU:
-            x = max(x, F(0))
-        put(to + 4 * d, x * F(scale))
+            x = at_least_zero(x)
+        store(to + 4 * c, mul(x, factor))
 
 
 @njit
