@@ -1,0 +1,158 @@
+"""Microseconds of one decoding step from a state, and how near it comes to copying the state.
+
+A step reads its state once and writes it once, so no step can be quicker than a copy of it. Every way is timed in
+turns, forward only, with the same threads: ours, torch's recurrent form, a plain copy, and softmax with a key/value
+cache of some lengths (torch SDPA over a cache that stands there already, and ours, which appends to it).
+
+    python -m benchmarks decode_step [--quick] [--batch N] [--kernel NAME] [--cache N] [--rounds N] [--threads N]
+        [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks._process import in_child, prepare
+
+if TYPE_CHECKING:
+    from mercer.core.kernels import Kernel
+
+HEADS = 8
+NAMES = ("elu", "taylor2", "taylor2-16", "taylor3-16", "favor256")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="decode_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kernel", choices=NAMES, action="append", help="default: all")
+    parser.add_argument("--batch", type=int, action="append", help="default: 1 and 16")
+    parser.add_argument("--cache", type=int, action="append", help="tokens in the cache; default: 2,048 and 32,768")
+    parser.add_argument("--rounds", type=int, default=41, help="timed calls each (default 41)")
+    parser.add_argument("--threads", type=int, help="default: torch's own choice")
+    parser.add_argument("--quick", action="store_true", help="batch 1, a cache of 256, 3 rounds: a look, no result")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    return parser.parse_args(arguments)
+
+
+def kernel_of(name: str) -> tuple[Kernel, int]:
+    """A kernel by name, and the head dimension it is timed with."""
+    from mercer.core.kernels import Elu, Taylor
+    from mercer.core.random_features import PositiveRandomFeatures
+
+    kernels: dict[str, tuple[Kernel, int]] = {
+        "elu": (Elu(), 64),
+        "taylor2": (Taylor(2), 64),
+        "taylor2-16": (Taylor(2), 16),
+        "taylor3-16": (Taylor(3, signed=True), 16),
+        "favor256": (PositiveRandomFeatures(256), 64),
+    }
+    return kernels[name]
+
+
+def timed(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
+    """Median and quartiles in microseconds of each."""
+    import torch
+
+    from benchmarks._clock import Spread, interleave
+
+    with torch.inference_mode():
+        times = interleave(calls, rounds, 2.0, torch.device("cpu"))
+    spreads = {name: Spread.of(taken) for name, taken in times.items()}
+    return {n: {"median": 1e6 * s.median, "low": 1e6 * s.low, "high": 1e6 * s.high} for n, s in spreads.items()}
+
+
+def feature_case(name: str, batch: int, rounds: int) -> dict[str, Any]:
+    """A step of a finite kernel: as the plan has it, in torch, and a copy of its state."""
+    import torch
+
+    from mercer import Causal, attention, plan
+    from mercer.core.state import FeatureState
+
+    kernel, dim = kernel_of(name)
+    q, k, v = (torch.randn(batch, HEADS, 1, dim) for _ in range(3))
+    parts: dict[str, Any] = {"kernel": kernel, "structure": Causal(), "path": "features", "return_state": True}
+    with torch.inference_mode():
+        _, state = attention(q, k, v, **parts)
+        assert isinstance(state, FeatureState)
+        chosen = plan(q, k, v, **parts, state=state)
+        ours, theirs = (attention(q, k, v, **parts, state=state, backend=b)[0] for b in (chosen.backend, "torch"))
+        if not torch.allclose(ours, theirs, atol=1e-4):
+            raise SystemExit(f"decode_step: the step of {name} differs from torch's form, so it is not timed")
+        target = torch.empty_like(state.features)
+
+    def step(backend: str) -> Callable[[], object]:
+        return lambda: attention(q, k, v, **parts, state=state, backend=backend)
+
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(state.features)}
+    calls |= {f"step ({backend})": step(backend) for backend in dict.fromkeys((chosen.backend, "torch"))}
+    times = timed(calls, rounds)
+    moved = 2 * state.features.numel() * 4
+    return {"case": name, "batch": batch, "dim": dim, "state_bytes": moved // 2, "plan": chosen.reason, "us": times}
+
+
+def cache_case(length: int, batch: int, rounds: int) -> dict[str, Any]:
+    """A step of softmax over a cache of `length` tokens."""
+    import torch
+
+    from mercer import Causal, attention
+
+    dim = 64
+    q, k, v = (torch.randn(batch, HEADS, 1, dim) for _ in range(3))
+    keys, values = (torch.randn(batch, HEADS, length, dim) for _ in range(2))
+    with torch.inference_mode():
+        _, state = attention(keys[:, :, -1:], keys, values, structure=Causal(), return_state=True)
+    calls: dict[str, Callable[[], object]] = {
+        "SDPA, no append": lambda: torch.nn.functional.scaled_dot_product_attention(q, keys, values),
+        "softmax step": lambda: attention(q, k, v, structure=Causal(), state=state, return_state=True),
+    }
+    times = timed(calls, rounds)
+    return {"case": f"softmax, {length:,} cached", "batch": batch, "dim": dim, "state_bytes": state.nbytes, "us": times}
+
+
+def shown(found: dict[str, Any]) -> str:
+    """Lines of the table for a case."""
+    lines = [f"{found['case']}, batch {found['batch']}, D = {found['dim']}: {found['state_bytes'] / 1e6:.2f} MB"]
+    copy = found["us"].get("copy")
+    for name, spread in found["us"].items():
+        share = f"{100 * copy['median'] / spread['median']:6.0f} % of the copy's rate" if copy else ""
+        lines.append(f"  {name:20}{spread['median']:11,.1f} us  ({spread['low']:,.1f} to {spread['high']:,.1f}){share}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments)
+    if not in_child("benchmarks.decode_step", arguments):
+        return
+    prepare(options.threads)
+
+    import torch
+
+    torch.manual_seed(0)
+    batches = options.batch or ([1] if options.quick else [1, 16])
+    caches = options.cache or ([256] if options.quick else [2048, 32768])
+    rounds = 3 if options.quick else options.rounds
+    print(f"{HEADS} heads, float32, {torch.get_num_threads()} threads, median of {rounds} (quartiles), microseconds")
+    results: list[dict[str, Any]] = []
+
+    def add(found: dict[str, Any]) -> None:
+        results.append(found)
+        print(shown(found), flush=True)
+        if options.json:
+            record = {"heads": HEADS, "threads": torch.get_num_threads(), "rounds": rounds, "cases": results}
+            options.json.write_text(json.dumps(record, indent=1))
+
+    for batch in batches:
+        for name in options.kernel or NAMES:
+            add(feature_case(name, batch, rounds))
+        for length in caches:
+            add(cache_case(length, batch, rounds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
