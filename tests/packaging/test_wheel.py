@@ -21,7 +21,15 @@ ABSENT = ("numba", "tensorboard", "transformers", "sklearn", "pytest")
 
 OF_AN_EXTRA = {
     f"mercer.backends.{name}": ("llvmlite", "numba")
-    for name in ("causal_kernels", "microkernels", "polynomial_kernels", "polynomial_parts", "step_kernels")
+    for name in (
+        "causal_kernels",
+        "microkernels",
+        "polynomial_backward",
+        "polynomial_blocks",
+        "polynomial_kernels",
+        "polynomial_parts",
+        "step_kernels",
+    )
 }
 """Modules that are made of what an extra brings, and which of it; nothing imports them before it is found to be
 there.

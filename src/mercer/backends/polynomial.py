@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mercer.backends import polynomial_table as at
 from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.features import monomial_count, raising_table
 from mercer.core.first_order import first_order
@@ -146,8 +147,8 @@ class _Scan(torch.autograd.Function):
         final = torch.empty(batch, heads, features, value.shape[-1])
         final_mass = torch.empty(batch, heads, features) if options.mass else None
         table = _inputs(query, key, value, log, weight, state, mass_state)
-        table |= {kernels.OUT: out, kernels.DENOMINATOR: denominator}
-        table |= {kernels.FINAL: final, kernels.FINAL_MASS: final_mass}
+        table |= {at.OUT: out, at.DENOMINATOR: denominator}
+        table |= {at.FINAL: final, at.FINAL_MASS: final_mass}
         _run(kernels.compiled_forward(), table, query, key, value, options)
         ctx.set_materialize_grads(False)
         ctx.options = options
@@ -181,10 +182,10 @@ class _Scan(torch.autograd.Function):
             *(None if x is None else torch.empty_like(x) for x in (state, mass_state)),
         ]
         table = _inputs(query, key, value, log, weight, state, mass_state)
-        table |= {kernels.UPSTREAM: _rows(grad_out), kernels.SLOPE: slope, kernels.DENOMINATOR: denominator}
-        table[kernels.GRAD_FINAL] = None if grad_final is None else grad_final.contiguous()
-        table[kernels.GRAD_FINAL_MASS] = None if grad_final_mass is None else grad_final_mass.contiguous()
-        places = (kernels.GRAD_QUERY, kernels.GRAD_KEY, kernels.GRAD_VALUE, kernels.GRAD_STATE, kernels.GRAD_MASS)
+        table |= {at.UPSTREAM: _rows(grad_out), at.SLOPE: slope, at.DENOMINATOR: denominator}
+        table[at.GRAD_FINAL] = None if grad_final is None else grad_final.contiguous()
+        table[at.GRAD_FINAL_MASS] = None if grad_final_mass is None else grad_final_mass.contiguous()
+        places = (at.GRAD_QUERY, at.GRAD_KEY, at.GRAD_VALUE, at.GRAD_STATE, at.GRAD_MASS)
         table |= dict(zip(places, grads, strict=True))
         _run(kernels.compiled_backward(), table, query, key, value, options)
         return *grads[:3], None, None, *grads[3:], None
@@ -199,10 +200,8 @@ def _inputs(
     state: Tensor | None,
     mass_state: Tensor | None,
 ) -> dict[int, Tensor | None]:
-    from mercer.backends import polynomial_kernels as kernels
-
-    table: dict[int, Tensor | None] = {kernels.QUERY: query, kernels.KEY: key, kernels.VALUE: value}
-    table |= {kernels.LOG: log, kernels.WEIGHT: weight, kernels.STATE: state, kernels.MASS: mass_state}
+    table: dict[int, Tensor | None] = {at.QUERY: query, at.KEY: key, at.VALUE: value}
+    table |= {at.LOG: log, at.WEIGHT: weight, at.STATE: state, at.MASS: mass_state}
     return table
 
 
@@ -214,7 +213,7 @@ def _run(
 
     dim, width = query.shape[-1], value.shape[-1]
     plan = _plan(dim, options.coefficients)
-    tensors = np.zeros((kernels.TENSORS, 5), np.int64)
+    tensors = np.zeros((at.TENSORS, 5), np.int64)
     for row, x in table.items():
         if x is not None:
             strides = [n * x.element_size() for n in (*x.stride(), 0)[:3]]

@@ -38,11 +38,9 @@ from mercer.backends.microkernels import (
     transpose,
     under,
 )
+from mercer.backends.polynomial_table import ELU, RELU
 
 F = np.float32
-ADDRESS, HALF, BATCH, HEAD, TOKEN = range(5)
-"""Columns of the table of tensors: address (0: not there), 1 for bfloat16, strides in bytes."""
-IDENTITY, ELU, RELU = range(3)
 
 
 @njit(inline="always")
