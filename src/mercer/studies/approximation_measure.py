@@ -111,7 +111,7 @@ def _point(inputs: str, name: str, found: ApproximationError) -> ApproximationPo
         arm=name,
         error=_interval(found.error, found),
         by_head=[_finite(head.value) for head in found.by_head],
-        by_draw=[value for value in found.by_draw if math.isfinite(value)],
+        by_draw=[kept for value in found.by_draw if (kept := _finite(value)) is not None],
         variation=None if found.variation is None else _interval(found.variation, found),
         negative=found.negative,
         not_positive=found.not_positive,
@@ -164,37 +164,38 @@ def _features(
 
 def _law(inputs: str, series: str, law: NeededFeatures, means: dict[int, float]) -> ApproximationNeed:
     """``means``: of every number of features that was measured; the fit may leave the smallest out."""
-    exponent = law.exponent
+    exponent = _interval(law.exponent, None)
     number = next((count for count, error in means.items() if error <= law.target), law.count)
     return ApproximationNeed(
         inputs=inputs,
         series=series,
         kind="features",
         number=number,
-        error=None if number is None else means.get(number),
-        exponent=Interval(
-            mean=exponent.value, low=exponent.low, high=exponent.high, count=len(law.counts), over="draws"
-        ),
+        error=None if number is None or number not in means else _finite(means[number]),
+        exponent=None if exponent is None else exponent.model_copy(update={"count": len(law.counts)}),
         holds=law.holds,
         predicted=_finite(law.predicted.value),
         text=str(law),
     )
 
 
-def _interval(found: Estimate, of: ApproximationError) -> Interval | None:
-    if not math.isfinite(found.value):
+def _interval(found: Estimate, of: ApproximationError | None) -> Interval | None:
+    mean = _finite(found.value)
+    if mean is None:
         return None
-    low, high = (None if end is None or not math.isfinite(end) else end for end in (found.low, found.high))
+    low, high = (None if end is None else _finite(end) for end in (found.low, found.high))
     if low is None or high is None:
         low = high = None
-    sampled = {"rows": of.rows, "draws": of.draws or 1, "rows and draws": min(of.rows, of.draws or 1), "nothing": 1}
+    rows, draws = (1, 1) if of is None else (of.rows, of.draws or 1)
+    sampled = {"rows": rows, "draws": draws, "rows and draws": min(rows, draws), "nothing": 1}
     over: Over = "nothing"
     for known in ("rows", "draws", "rows and draws"):
         over = known if found.over == known else over
     return Interval(
-        mean=found.value, low=low, high=high, count=sampled[over], over=over, confidence=found.confidence
+        mean=mean, low=low, high=high, count=sampled[over], over=over, confidence=found.confidence
     )  # fmt: skip
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    """Eight digits are kept: more only make the record longer."""
+    return float(f"{value:.8g}") if math.isfinite(value) else None
