@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
             for phase in ("reading", "decode"):
                 predicted, default = (getattr(found[which].options[place].crossings, phase) for which in found)
                 measured = measure(name, dim, phase, predicted, options.rounds)
-                ratio = None if measured is None or predicted is None else predicted / measured
+                ratio = None if measured is None or predicted is None else max(predicted, SHORTEST) / measured
                 words = "" if ratio is None else f"{ratio:.2f}"
                 print(
                     f"{name:14}{dim:4} {phase:8}{_length(predicted):>11}{_length(measured):>11}{words:>7}"
@@ -66,9 +66,9 @@ def main(arguments: list[str]) -> None:
                 )
                 rows.append(
                     {"attention": name, "dim": dim, "phase": phase, "predicted": predicted, "measured": measured,
-                     "default": default}
+                     "ratio": ratio, "default": default}
                 )  # fmt: skip
-    ratios = [abs(math.log(row["predicted"] / row["measured"])) for row in rows if row["predicted"] and row["measured"]]
+    ratios = [abs(math.log(row["ratio"])) for row in rows if row["ratio"]]
     for factor in (1.5, 2.0):
         print(f"within a factor of {factor}: {sum(r <= math.log(factor) for r in ratios)} of {len(rows)}")
     if options.json:
@@ -86,8 +86,8 @@ def measure(name: str, dim: int, phase: str, predicted: int | None, rounds: int)
     cpu = torch.device("cpu")
     middle = LONGEST / AROUND[-1] if predicted is None else predicted
     lengths = sorted({min(max(round(middle * factor), SHORTEST), LONGEST) for factor in AROUND})
-    if lengths[0] == lengths[-1]:  # predicted to be quicker from the beginning
-        lengths = [SHORTEST, 2 * SHORTEST, 4 * SHORTEST]
+    if lengths[-1] < 4 * SHORTEST:  # predicted to be quicker from the beginning, or nearly so
+        lengths = [SHORTEST * 2**step for step in range(6)]
     curves: dict[str, dict[int, float]] = {"softmax": {}, name: {}}
     with torch.inference_mode():
         for length in lengths:

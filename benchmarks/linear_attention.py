@@ -43,7 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--longest", type=float, default=20.0, help="leave out whose one call takes longer (20 s)")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument(
-        "--quick", action="store_true", help="shortest shapes, 3 rounds, calls below 1 s: a look, no result"
+        "--quick", action="store_true", help="shortest shapes, 3 rounds, calls below 0.5 s: a look, no result"
     )
     parser.add_argument("--json", type=Path, help="also write everything here, after every case")
     return parser.parse_args(arguments)
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> None:
     device = torch.device("cpu")
     dtypes = tuple(options.dtype or DTYPES)
     if options.quick:
-        options.rounds, options.budget, options.longest = 3, 1.0, min(options.longest, 1.0)
+        options.rounds, options.budget, options.longest = 3, 0.5, min(options.longest, 0.5)
     rounds = options.rounds
     rules = Rules(rounds, options.budget, options.longest, 0.4 * (memory_bytes() or 16 << 30))
     about = environment()

@@ -6,11 +6,11 @@ import importlib.util
 import pytest
 import torch
 from benchmarks._contest import AGREES, error_of
-from benchmarks._peers import PEERS, peers
+from benchmarks._peers import PEERS, _naive, peers
 from benchmarks._tasks import TASKS
 from benchmarks._work import Shape
 
-from benchmarks import _contest, _fast_transformers
+from benchmarks import _contest, _device_rivals, _fast_transformers
 
 # distutils and torch.jit are used while these packages are imported; it is their import that warns, not ours.
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -55,3 +55,9 @@ def test_what_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch):
     assert set(missing) == set(PEERS) - {"torch", "sata"}
     assert "python -m benchmarks._fast_transformers" in missing["fast-transformers"]
     assert "fla" in missing["fla"]
+
+
+def test_fla_is_called_as_it_wants_to_be():
+    """Its Triton forms need a GPU; the naive recurrent one has the same arguments and layout."""
+    run = _device_rivals._fla(_naive("linear_attn", "naive_recurrent_linear_attn"))
+    assert _device_rivals.rival_error("fla", run, "float32", CPU) < 1e-5
