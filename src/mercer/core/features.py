@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,16 @@ def monomials(x: Tensor, degree: int) -> list[Tensor]:
     if degree >= 1:
         blocks.append(x)
     for n in range(2, degree + 1):
-        raised = _Raise.apply(x, blocks[-1], n)
+        raised = _raised(x, blocks[-1], n) if torch.compiler.is_compiling() else _Raise.apply(x, blocks[-1], n)
         assert isinstance(raised, Tensor)
         blocks.append(raised)
     return blocks
+
+
+def _raised(x: Tensor, below: Tensor, degree: int) -> Tensor:
+    """The same as :class:`_Raise` without writing into views, which ``torch.compile`` cannot trace."""
+    runs = [x[..., i : i + 1] * below[..., start:] for i, start in enumerate(_starts(x.shape[-1], degree))]
+    return torch.cat(runs, -1) * _weights(x.shape[-1], degree).to(x)
 
 
 class _Raise(torch.autograd.Function):
@@ -54,7 +60,7 @@ class _Raise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, below: Tensor, degree: int) -> Tensor:
-        starts, weight = raising_table(x.shape[-1], degree)
+        starts, weight = _starts(x.shape[-1], degree), _weights(x.shape[-1], degree)
         out = x.new_empty(*x.shape[:-1], len(weight))
         for i, (start, stop) in enumerate(_runs(starts, below.shape[-1], len(weight))):
             torch.mul(x[..., i : i + 1], below[..., starts[i] :], out=out[..., start:stop])
@@ -66,7 +72,7 @@ class _Raise(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
         x, below = ctx.saved_tensors
-        starts, weight = raising_table(x.shape[-1], ctx.degree)
+        starts, weight = _starts(x.shape[-1], ctx.degree), _weights(x.shape[-1], ctx.degree)
         grad = grads[0] * weight.to(x)
         grad_x, grad_below = torch.empty_like(x), torch.zeros_like(below)
         for i, (start, stop) in enumerate(_runs(starts, below.shape[-1], len(weight))):
@@ -80,9 +86,21 @@ def _runs(starts: list[int], below: int, total: int) -> list[tuple[int, int]]:
     """Where the products with x_0, x_1, ... stand in a block: run i holds the monomials whose smallest coordinate is
     i.
     """
-    stops = np.cumsum([below - s for s in starts]).tolist()
+    stops = list(accumulate(below - s for s in starts))
     assert stops[-1] == total
     return list(pairwise([0, *stops]))
+
+
+def _starts(dim: int, degree: int) -> list[int]:
+    """Where the monomials of degree - 1 with smallest coordinate i or more begin: behind those of the others."""
+    every = monomial_count(dim, degree - 1)
+    return [every - monomial_count(dim - i, degree - 1) for i in range(dim)]
+
+
+@torch.compiler.assume_constant_result
+def _weights(dim: int, degree: int) -> Tensor:
+    """The factors of :func:`raising_table`; a constant to ``torch.compile``, which cannot trace how they are found."""
+    return raising_table(dim, degree)[1]
 
 
 @lru_cache(maxsize=64)

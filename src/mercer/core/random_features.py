@@ -68,6 +68,11 @@ def _converted(arguments: tuple[Any, ...], dtype: torch.dtype, device: torch.dev
         return draw_directions(*arguments).to(device, dtype)
 
 
+@torch.compiler.assume_constant_result  # which cannot trace how they are drawn
+def _constant(arguments: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _converted(arguments, dtype, device)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class RandomFeatures(CarryingKernel):
     """What the two kinds share: the directions, how they are drawn, bound and drawn again."""
@@ -188,7 +193,7 @@ class RandomFeatures(CarryingKernel):
         if self.directions is not None:
             return self.directions.to(device, dtype)
         arguments = (self.direction_count, dim, self.seed, self.draw, self.orthogonal, self.norms)
-        return _converted(arguments, dtype, device)
+        return _constant(arguments, dtype, device)
 
     def shrunk(self, x: Tensor, scale: float) -> Tensor:
         """x' = sqrt(scale) x, on either side, so that q'.k' = scale q.k."""

@@ -156,7 +156,8 @@ class Attention(nn.Module):
             used = used & Padding(padding)
         if self.recency is not None:
             used = used & Decay(log_rate=self._log_rates(self.recency(x), padding), complement=True)
-        q, k, v = self._project(x, padding, merge(used).documents, state)
+        documents = next((part for part in used.parts if isinstance(part, Documents)), None)
+        q, k, v = self._project(x, padding, documents, state)
         gate = None if self.gate is None else self._gates(self.gate(x))
         result = attention(
             q,

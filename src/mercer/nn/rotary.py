@@ -52,12 +52,12 @@ class Rotary(nn.Module):
             raise InvalidArgument(f'the pairing of rotary positions must be "half" or "interleaved", got {pairing!r}')
         self.dim, self.base, self.pairing = dim, base, pairing
         self._kept: tuple[object, Turns] | None = None
+        self._kept_rates: Tensor | None = None
 
     def turns(self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> Turns:
         """The factors for int positions [B or 1, L], repeated for `heads` heads side by side."""
         wide = angle_dtype(positions.device)
-        exponent = torch.arange(0, self.dim, 2, device=positions.device, dtype=wide) / self.dim
-        angles = positions[..., None].to(wide) * self.base**-exponent
+        angles = positions[..., None].to(wide) * self._rates(positions.device, wide)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         zero = torch.zeros_like(sin)
         if self.pairing == "half":
@@ -66,6 +66,16 @@ class Rotary(nn.Module):
             full = [torch.stack(pair, -1).flatten(-2) for pair in ((cos, cos), (-sin, zero), (zero, sin))]
         cos, ahead, behind = (t.repeat(*(1,) * (t.dim() - 1), heads) for t in full)
         return Turns(cos, ahead, behind, self.dim // 2 if self.pairing == "half" else 1)
+
+    def _rates(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """base^(-2i / dim) for the pairs of channels i; the last one asked for is kept."""
+        kept = self._kept_rates
+        if kept is None or kept.device != device or kept.dtype != dtype or torch.compiler.is_compiling():
+            with torch.inference_mode(False), torch.no_grad():  # for later calls, which may record gradients
+                kept = self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=dtype) / self.dim)
+            if not torch.compiler.is_compiling():
+                self._kept_rates = kept
+        return kept
 
     def first_turns(self, length: int, *, heads: int, dtype: torch.dtype, device: torch.device) -> Turns:
         """The factors of positions 0..length-1, from a table that grows by doubling."""
@@ -133,7 +143,9 @@ def _turn_into(out: Tensor, x: Tensor, turns: Turns, back: bool) -> None:
         width = dim
     cos, ahead, behind = (t[:, :, None, :width] for t in turns[:3])
     step, sign = turns.step, -1 if back else 1
-    assert out.shape == x.shape == torch.broadcast_shapes(x.shape, cos.shape)  # or mul would resize out, a view
+    fits = all(few in (1, many) for few, many in zip(cos.shape, x.shape, strict=True))
+    assert fits
+    assert out.shape == x.shape  # or mul would resize out, a view
     torch.mul(x, cos, out=out)
     out[..., :-step].addcmul_(x[..., step:], ahead[..., :-step], value=sign)
     out[..., step:].addcmul_(x[..., :-step], behind[..., step:], value=sign)
