@@ -7,7 +7,7 @@ monomials of `mercer.core.features` for every degree with c_n > 0, times sqrt(c_
 `Power` give them, so that states mean the same as those of `mercer.forms.scan`. Tokens go in blocks of 16: features and
 pair weights of a block exist only in scratch that fits the nearest caches, and the state is carried from block to
 block. All sums are float32. The backward pass sweeps twice and makes everything again from the inputs: beside them it
-keeps the denominators.
+keeps the denominators, and from one sweep to the other the weights of the pairs inside blocks, 32 numbers a query.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from mercer.core.structures import Merged
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
 
+BLOCK = 16
+"""Tokens at a time."""
 MAPS = ("identity", "elu", "relu")
 MOST_FEATURES = 1 << 16
 """Largest number of features: scratch of some 40 MB a thread."""
@@ -183,6 +185,8 @@ class _Scan(torch.autograd.Function):
         ]
         table = _inputs(query, key, value, log, weight, state, mass_state)
         table |= {at.UPSTREAM: _rows(grad_out), at.SLOPE: slope, at.DENOMINATOR: denominator}
+        blocks = -(-query.shape[2] // BLOCK)
+        table[at.TILES] = torch.empty(*query.shape[:2], blocks, 2 * BLOCK * BLOCK)
         table[at.GRAD_FINAL] = None if grad_final is None else grad_final.contiguous()
         table[at.GRAD_FINAL_MASS] = None if grad_final_mass is None else grad_final_mass.contiguous()
         places = (at.GRAD_QUERY, at.GRAD_KEY, at.GRAD_VALUE, at.GRAD_STATE, at.GRAD_MASS)

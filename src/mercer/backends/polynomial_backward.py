@@ -28,10 +28,12 @@ from mercer.backends.microkernels import (
     load_row,
     mixture,
     mul,
+    prefetch,
     product,
     splat,
     store,
     store_row,
+    transpose,
     update,
 )
 from mercer.backends.polynomial_blocks import (
@@ -50,6 +52,7 @@ from mercer.backends.polynomial_parts import (
     fill,
     pack,
     pack_turned,
+    pair_weights,
     polynomial,
     pull,
     scale_rows,
@@ -85,6 +88,7 @@ from mercer.backends.polynomial_table import (
     SLOPE,
     STATE,
     SUMS,
+    TILES,
     TOKEN,
     UPSTREAM,
     VALUE,
@@ -181,7 +185,8 @@ def read_gradients(
         for first in range(0, length, LANES):
             tokens = min(LANES, length - first)
             if varying or tokens != ready:
-                keep, there = block_weights(tensors, b, h, first, tokens, 1, 0, lanes, pairs)
+                keep, there = block_weights(tensors, b, h, first, tokens, lanes)
+                pair_weights(lanes + 4 * ROW, lanes, decays, pairs)
                 ready = tokens
             queries_there = 0 if tokens == LANES else ones
             t = tensors[KEY]
@@ -232,8 +237,12 @@ def read_gradients(
                     for x in range(high):
                         store(change + x * ROW, fma(splat(get(z + 4 * x)), below, load(change + x * ROW)))
                 for r in range(0, TILE, ROW):
-                    slope_here = mul(derivative(load(scores + r), coefficients), load(pairs + r))
-                    store(slopes + r, mul(slope_here, load(slopes + r)))
+                    s, weight = load(scores + r), load(pairs + r)
+                    store(scores + r, mul(polynomial(s, coefficients), weight))
+                    store(slopes + r, mul(mul(derivative(s, coefficients), weight), load(slopes + r)))
+                at = locate(tensors, TILES, b, g, first // LANES)  # for the other sweep, queries in rows
+                transpose(scores, at)
+                transpose(slopes, at + TILE)
                 if not linear:
                     pull(query, blocks, change, spare, grad, begins, places, starts, raised, factors)
                 for x in range(0, deep * ROW, TILE):
@@ -252,7 +261,6 @@ def write_gradients(
     tensors: Any,
     sizes: Any,
     scale: float,
-    coefficients: Any,
     begins: Any,
     places: Any,
     starts: Any,
@@ -267,12 +275,11 @@ def write_gradients(
     kind, sums, divides = sizes[MAP], sizes[SUMS], sizes[DIVIDES]
     high, deep, wide = padded(sizes[FEATURES]), padded(dim), padded(width)
     panels, panel = wide // LANES, high * ROW
-    lanes, ones, scales, below, inverses = work, work + 3 * ROW, work + 6 * ROW, work + 7 * ROW, work + 8 * ROW
-    tiles, vectors, by_feature, by_value, z, state = spaces(work, sizes)
-    pairs, scores, slopes = tiles
+    lanes, ones, scales, inverses = work, work + 3 * ROW, work + 6 * ROW, work + 8 * ROW
+    _, vectors, by_feature, by_value, z, state = spaces(work, sizes)
     query, key, grad, key_blocks, blocks, spare = vectors
     read, write, change = by_feature
-    values, turned, above, sent, rows = by_value
+    values, turned, _, sent, rows = by_value
     decays = tensors[LOG, ADDRESS] != 0
     linear = is_linear(places, factors)
     plain = linear and not decays and tensors[WEIGHT, ADDRESS] == 0
@@ -294,7 +301,7 @@ def write_gradients(
         for first in range((length - 1) // LANES * LANES, -1, -LANES):
             tokens = min(LANES, length - first)
             if varying or tokens != ready:
-                keep, there = block_weights(tensors, b, h, first, tokens, 0, 0, lanes, pairs)
+                keep, there = block_weights(tensors, b, h, first, tokens, lanes)
                 ready = tokens
             queries_there = 0 if tokens == LANES else ones
             t = tensors[KEY]
@@ -325,18 +332,10 @@ def write_gradients(
                 t = tensors[UPSTREAM]
                 at = locate(tensors, UPSTREAM, b, g, first)
                 pack(at, t[HALF], t[TOKEN], tokens, width, ones, inverses, -LANES * t[TOKEN], rows, TILE)
-                turn(rows, above, panels)
-                product(query, key, scores, dim)
-                product(above, turned, slopes, wide)
-                if sums:
-                    store(below, load_row(locate(tensors, SLOPE, b, g, first), 0, tokens))
-                    for r in range(LANES):
-                        x = slopes + r * ROW
-                        store(x, add(load(x), splat(get(below + 4 * r))))
-                for r in range(0, TILE, ROW):
-                    s, weight = load(scores + r), load(pairs + r)
-                    store(scores + r, mul(polynomial(s, coefficients), weight))
-                    store(slopes + r, mul(mul(derivative(s, coefficients), weight), load(slopes + r)))
+                scores = locate(tensors, TILES, b, g, first // LANES)
+                slopes = scores + TILE
+                for x in range(0, 2 * TILE, ROW):
+                    prefetch(scores - 2 * TILE + x)
                 for x in range(0, deep * ROW, TILE):
                     add_mixture(query + x, 0, slopes, grad + x, 1)
                 once = keep if g == h * group else F(1)
@@ -346,7 +345,8 @@ def write_gradients(
                     add_product(scores, rows + c * TILE, values + c * TILE, LANES)
                     update(state + c * panel, read, rows + c * TILE, high, once)
                 if sums:
-                    add_mass(z, read, high, load(below), once)
+                    below = load_row(locate(tensors, SLOPE, b, g, first), 0, tokens)
+                    add_mass(z, read, high, below, once)
             if kind:
                 for x in range(0, deep * ROW, ROW):
                     store(grad + x, mul(load(grad + x), slope(load(key + x), kind)))

@@ -23,7 +23,7 @@ from mercer.backends.microkernels import (
     store,
     store_row,
 )
-from mercer.backends.polynomial_parts import fill, pair_weights, put_weights, weigh
+from mercer.backends.polynomial_parts import fill, put_weights, weigh
 from mercer.backends.polynomial_table import (
     ADDRESS,
     BATCH,
@@ -122,12 +122,8 @@ def read_mass(z: int, features: int, rows: int) -> Any:
 
 
 @njit
-def block_weights(
-    tensors: Any, b: int, h: int, first: int, tokens: int, by_key: int, plain: int, lanes: int, pairs: int
-) -> Any:
+def block_weights(tensors: Any, b: int, h: int, first: int, tokens: int, lanes: int) -> Any:
     """Weights and decays of a block; returns what remains of the state over it, and `lanes` or 0 if all keys count.
-
-    Where `plain`, the weights of pairs leave out those of the keys.
 
     `lanes` has vectors: w, w exp(G_e - G_j), exp(G_i - G_s), 1, and 16 doubles of scratch.
     """
@@ -142,7 +138,6 @@ def block_weights(
     else:
         store(until, load(weight))
         store(since, splat(F(1)))
-    pair_weights(logs, lanes + 3 * ROW if plain else weight, log, by_key, pairs)
     return keep, there
 
 

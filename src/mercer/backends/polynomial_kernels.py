@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from mercer.backends import microkernels, polynomial_backward, polynomial_blocks, polynomial_parts
+from mercer.backends import microkernels, polynomial_backward, polynomial_blocks, polynomial_parts, polynomial_table
 from mercer.backends.microkernels import (
     LANES,
     ROW,
@@ -45,6 +45,7 @@ from mercer.backends.polynomial_parts import (
     fill,
     pack,
     pack_turned,
+    pair_weights,
     polynomial,
     unpack,
 )
@@ -123,7 +124,8 @@ def forward(
         for first in range(0, length, LANES):
             tokens = min(LANES, length - first)
             if varying or tokens != ready:
-                keep, there = block_weights(tensors, b, h, first, tokens, 1, plain, lanes, pairs)
+                keep, there = block_weights(tensors, b, h, first, tokens, lanes)
+                pair_weights(lanes + 4 * ROW, ones if plain else lanes, tensors[LOG, ADDRESS], pairs)
                 ready = tokens
             queries_there = 0 if tokens == LANES else ones
             t = tensors[KEY]
@@ -191,7 +193,10 @@ _CALL = types.void(*_TABLES, types.int64, types.int64, types.int64)
 @lru_cache
 def _stamp() -> str:
     """Names the sources of the inlined parts: Numba's cache looks at this file alone."""
-    files = (Path(m.__file__) for m in (microkernels, polynomial_parts, polynomial_blocks, polynomial_backward))
+    files = (
+        Path(m.__file__)
+        for m in (microkernels, polynomial_parts, polynomial_blocks, polynomial_backward, polynomial_table)
+    )
     return sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 
@@ -246,8 +251,8 @@ def _backward(stamp: str) -> Any:
         stop: int,
     ) -> None:
         if len(stamp):
-            tables = (coefficients, begins, places, starts, raised, factors)
-            read_gradients(tensors, sizes, scale, *tables, work, start, stop)
+            tables = (begins, places, starts, raised, factors)
+            read_gradients(tensors, sizes, scale, coefficients, *tables, work, start, stop)
             write_gradients(tensors, sizes, scale, *tables, work, start, stop)
 
     return call

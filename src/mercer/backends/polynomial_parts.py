@@ -283,16 +283,12 @@ def weigh(log: int, stride: int, before: float, tokens: int, weight: int, logs: 
 
 
 @njit
-def pair_weights(logs: int, weight: int, decays: int, by_key: int, tile: int) -> None:
-    """w_j exp(G_i - G_j) where j <= i, else 0: rows are keys j and lanes queries i, or the other way round."""
+def pair_weights(logs: int, weight: int, decays: int, tile: int) -> None:
+    """w_j exp(G_i - G_j) where j <= i, else 0: rows are keys j and lanes queries i."""
     for r in range(LANES):
-        if by_key:
-            x = mul(from_lane(r), splat(get(weight + 4 * r)))
-        else:
-            x = mul(add(splat(F(1)), mul(splat(F(-1)), from_lane(r + 1))), load(weight))
+        x = mul(from_lane(r), splat(get(weight + 4 * r)))
         if decays:
-            here = get_double(logs + 8 * r)
-            x = mul(x, exp(at_most_zero(over(logs, here) if by_key else under(here, logs))))
+            x = mul(x, exp(at_most_zero(over(logs, get_double(logs + 8 * r)))))
         store(tile + r * ROW, x)
 
 
