@@ -51,7 +51,9 @@ def panel(
 ) -> list[str]:
     """One panel; ``low`` and ``high`` are powers of ten of a millisecond."""
     lengths = sorted({case["length"] for case in cases})
-    first, last = math.log2(lengths[0]), max(math.log2(lengths[-1]), math.log2(lengths[0]) + 1)
+    first, last = math.log2(lengths[0]), math.log2(lengths[-1])
+    if first == last:  # a single length stands in the middle
+        first, last = first - 1, last + 1
 
     def x(length: float) -> float:
         return left + (math.log2(length) - first) / (last - first) * PANEL
@@ -61,6 +63,8 @@ def panel(
 
     out = [text(left, top - 12, title, 13, weight=600)]
     least = [(x(c["length"]), y(c["limit_seconds"])) for c in cases]
+    if len(least) == 1:
+        least = [(left, least[0][1]), (left + PANEL, least[0][1])]
     floor = f"{least[-1][0]:.1f},{top + TALL} {least[0][0]:.1f},{top + TALL}"
     out.append(f'<polygon points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in least)} {floor}" fill="#eef1f6"/>')
     for power in range(math.ceil(low), math.floor(high) + 1):
