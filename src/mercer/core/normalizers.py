@@ -188,7 +188,7 @@ class _Unit(torch.autograd.Function):
         norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
         unsafe = (norm < 1e-15) | (norm > 1e15)  # squares may have left the range: rescale by the largest entry first
         direct = None
-        if bool(unsafe.any()):
+        if torch.compiler.is_compiling() or bool(unsafe.any()):  # traced, it cannot depend on the numbers
             largest = u.abs().amax(-1, keepdim=True)
             scaled = u / largest.masked_fill(largest == 0, 1)
             size = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
@@ -226,7 +226,7 @@ def unit(u: Tensor) -> Tensor:
 def _centred(u: Tensor) -> Tensor:
     """A positive multiple of u - mean(u) over the last dimension: exactly 0 where all entries are equal."""
     limit = torch.finfo(u.dtype).max * 2.0**-24  # differences and sums of up to 2^22 entries stay in range below it
-    if u.numel() and bool(u.detach().abs().amax() > limit):
+    if u.numel() and (torch.compiler.is_compiling() or bool(u.detach().abs().amax() > limit)):
         large = u.detach().abs().amax(-1, keepdim=True) > limit
         u = u * torch.where(large, 2.0**-24, 1.0).to(u.dtype)
     shifted = u - u[..., :1]  # first: the mean of equal entries need not round to them, their difference is 0
