@@ -116,6 +116,11 @@ def _plain(
     """The chunked or recurrent form in torch; the mass is the state of a value that is 1 for every real token."""
     query, key, value = mapped
     log, weight, valid = steps
+    if call.form == "recurrent":
+        every = recurrent.features(
+            query, key, value, call.kernel, log, weight, valid, state.features, state.mass, causal
+        )
+        return every[0], every[1], Sums(every[2], every[3])
     width, start = value.shape[-1], state.features
     if state.mass is not None:
         ones = value.new_ones(()).expand(*value.shape[:-1], 1)
@@ -123,8 +128,7 @@ def _plain(
         start = torch.cat((start, state.mass.unsqueeze(-1)), -1)
     if weight is not None:
         value = value * weight.unsqueeze(-1)
-    form = scan.chunked if call.form == "chunked" else recurrent.features
-    carried, final = form(query, key, value, call.kernel, log, start, causal)
+    carried, final = scan.chunked(query, key, value, call.kernel, log, start, causal)
     if state.mass is None:
         return carried, None, Sums(final, None)
     return carried[..., :width], carried[..., width], Sums(final[..., :width], final[..., width])

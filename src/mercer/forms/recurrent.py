@@ -15,28 +15,51 @@ from mercer.forms.dense import dense
 
 
 def features(
-    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, log: Tensor | None, state: Tensor, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Outputs ``[B, Hq, Lq, Dv]`` (not normalised) and the final state; arguments as for ``scan.chunked``."""
-    batch, heads, length, _ = key.shape
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: Kernel,
+    log: Tensor | None,
+    weight: Tensor | None,
+    valid: Tensor | None,
+    state: Tensor,
+    mass: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Numerators ``[B, Hq, Lq, Dv]``, denominators ``[B, Hq, Lq]`` if there is a mass, and the final state and mass.
+
+    Queries, keys and values are mapped; ``log`` and ``weight`` are ``[b, h, L]`` with h the heads of the state,
+    ``valid`` is ``[b, L]``; the state is ``[B, H, F, Dv]``, the mass ``[B, H, F]``.
+    """
+    heads, length = key.shape[1], key.shape[2]
     groups = query.shape[1] // heads
     reads = kernel.features(query).unflatten(1, (heads, groups))
     writes = kernel.features(key)
+    if valid is not None:
+        writes = writes.masked_fill(~valid[:, None, :, None], 0)
+    if weight is not None:
+        writes = writes * weight.unsqueeze(-1)
     factors = None
     if log is not None:
         factors = torch.diff(log, dim=-1, prepend=torch.zeros_like(log[..., :1])).exp().to(key.dtype)
     outs: list[Tensor] = []
+    sums: list[Tensor] = []
     for t in range(length):
         if factors is not None:
             state = state * factors[:, :, t, None, None]
+            mass = None if mass is None else mass * factors[:, :, t, None]
         state = torch.addcmul(state, writes[:, :, t].unsqueeze(-1), value[:, :, t].unsqueeze(-2))
+        mass = None if mass is None else mass + writes[:, :, t]
         if causal:
             outs.append(reads[:, :, :, t] @ state)
-    if causal:
-        out = torch.stack(outs, 3) if outs else value.new_zeros(batch, heads, groups, 0, value.shape[-1])
+            if mass is not None:
+                sums.append((reads[:, :, :, t] @ mass.unsqueeze(-1)).squeeze(-1))
+    if causal and length:
+        out, total = torch.stack(outs, 3), None if mass is None else torch.stack(sums, 3)
     else:
         out = reads @ state.unsqueeze(2)
-    return out.flatten(1, 2), state
+        total = None if mass is None else (reads @ mass[:, :, None, :, None]).squeeze(-1)
+    return out.flatten(1, 2), None if total is None else total.flatten(1, 2), state, mass
 
 
 def pairs(
