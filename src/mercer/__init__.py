@@ -12,16 +12,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mercer.advice import Advice, advise, measure_machine
     from mercer.approximation import ApproximationError, approximation_error
     from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
     from mercer.core.feature_maps import Dpfp, ExpFeatures
     from mercer.core.feature_variance import feature_mean, feature_variance
     from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
     from mercer.core.learned_maps import Hedgehog, MlpFeatures, matching_loss
+    from mercer.core.machine import Machine, use_machine
+    from mercer.core.mixed import Mixed
     from mercer.core.names import attention_name, parse_attention
     from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
     from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-    from mercer.core.state import CacheState, FeatureState, State
+    from mercer.core.state import CacheState, FeatureState, MixedState, State
     from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
     from mercer.errors import Interrupted, InvalidArgument, MercerError, NonFinite, StorageError, Unsupported
     from mercer.memory import AssociativeMemory
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from mercer.regression import KernelRegression, kernel_regression
 
 _HOMES = {
+    "mercer.advice": ("Advice", "advise", "measure_machine"),
     "mercer.approximation": ("ApproximationError", "approximation_error"),
     "mercer.core.denominators": ("Clamped", "Detached", "Length", "SigmoidGate"),
     "mercer.core.feature_maps": ("Dpfp", "ExpFeatures"),
@@ -36,9 +40,11 @@ _HOMES = {
     "mercer.core.learned_maps": ("Hedgehog", "MlpFeatures", "matching_loss"),
     "mercer.core.random_features": ("PositiveRandomFeatures", "TrigonometricRandomFeatures"),
     "mercer.core.kernels": ("Cosine", "Elu", "Exp", "Gaussian", "Kernel", "Power", "Relu", "Taylor"),
+    "mercer.core.machine": ("Machine", "use_machine"),
+    "mercer.core.mixed": ("Mixed",),
     "mercer.core.names": ("attention_name", "parse_attention"),
     "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Standardize", "Sum"),
-    "mercer.core.state": ("CacheState", "FeatureState", "State"),
+    "mercer.core.state": ("CacheState", "FeatureState", "MixedState", "State"),
     "mercer.core.structures": ("Alibi", "Causal", "Decay", "Documents", "Full", "Padding", "Structure", "Window"),
     "mercer.errors": ("Interrupted", "InvalidArgument", "MercerError", "NonFinite", "StorageError", "Unsupported"),
     "mercer.memory": ("AssociativeMemory",),
@@ -50,6 +56,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "L2",
     "RMS",
+    "Advice",
     "Alibi",
     "ApproximationError",
     "AssociativeMemory",
@@ -74,7 +81,10 @@ __all__ = [
     "Kernel",
     "KernelRegression",
     "Length",
+    "Machine",
     "MercerError",
+    "Mixed",
+    "MixedState",
     "MlpFeatures",
     "NonFinite",
     "Normalizer",
@@ -93,6 +103,7 @@ __all__ = [
     "Unsupported",
     "Window",
     "__version__",
+    "advise",
     "approximation_error",
     "attention",
     "attention_name",
@@ -100,8 +111,10 @@ __all__ = [
     "feature_variance",
     "kernel_regression",
     "matching_loss",
+    "measure_machine",
     "parse_attention",
     "plan",
+    "use_machine",
 ]
 
 

@@ -12,7 +12,7 @@ from mercer.advice.result import Advice, Choice, Crossings, Option
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.machine import Machine, machine_in_use, use_machine
 from mercer.core.mixed import Mixed
-from mercer.core.names import parse_attention
+from mercer.core.names import attention_name, parse_attention
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.structures import Causal, merge
 from mercer.core.support import Sizes
@@ -121,9 +121,18 @@ def _candidates(given: Sequence[str | Kernel], normalizer: Normalizer | None) ->
             kernel, own, name = item, Sum(), str(item)
         else:
             raise InvalidArgument(f"advise: kernels must be names or kernels, and {item!r} is neither.")
-        norm = own if normalizer is None else normalizer
-        found.append((name if norm == own else f"{kernel} {norm}", kernel, norm))
+        if normalizer is None:
+            found.append((name, kernel, own))
+        else:
+            found.append((_name(kernel, normalizer), kernel, normalizer))
     return found
+
+
+def _name(kernel: Kernel, normalizer: Normalizer) -> str:
+    try:
+        return attention_name(kernel, normalizer)
+    except InvalidArgument:  # parts of one's own have none
+        return f"{kernel} {normalizer}"
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,7 @@ class _Question:
             raise Unsupported(f"advise: {name}: {error}") from error
         state = self.state(kernel, norm, context)
         found = None
-        if other is not None:
+        if other is not None and state.path == "features":
             found = Crossings(
                 state=first_length(
                     lambda n: self.state(kernel, norm, n).state_bytes < self.state(*other, n).state_bytes

@@ -60,6 +60,7 @@ TRIALS: dict[str, tuple[tuple[str, str, str], tuple[Trial, ...]]] = {
     ),
     "sdpa": (("chunked", "pairs", "sdpa"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
     "fused_causal": (("chunked", "pairs", "numba"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
+    "cache": (("dense", "pairs", "torch"), (Trial(Exp(), 1, 16, 1, past=8), Trial(Exp(), 1, 64, past=64))),
     "scan": (
         ("chunked", "features", "torch"),
         (Trial(Elu(), 8, 16, 1), Trial(Elu(), 512, 64), Trial(Taylor(2), 256, 16), Trial(Taylor(2), 128, 64)),
@@ -115,21 +116,27 @@ class _Session:
         )
 
     def machine(self) -> Machine:
-        costs = {}
+        costs: dict[str, dict[str, Cost]] = {}
         for name, dtype in DTYPES.items():
             with torch.no_grad():
                 a = torch.randn(1024, 1024, device=self.device).to(dtype if name == "float64" else torch.float32)
                 peak = 2 * 1024**3 / self.best(lambda a=a: torch.mm(a, a))
-            costs[name] = {way: self.cost(way, dtype, peak) for way in TRIALS}
+            costs[name] = {}
+            for way in TRIALS:
+                costs[name][way] = self.cost(way, dtype, peak, costs[name])
         return replace(self.basis, costs=costs)
 
-    def cost(self, way: str, dtype: torch.dtype, peak: float) -> Cost:
+    def cost(self, way: str, dtype: torch.dtype, peak: float, done: dict[str, Cost]) -> Cost:
         if way in FUSED and (not installed() or self.device.type != "cpu" or dtype == torch.float64):
             return DEFAULT.costs["float32"][way]
         choice, trials = TRIALS[way]
         with torch.no_grad():
             times = [self.best(self.run(trial, choice, dtype)) for trial in trials]
-        works = [self.work(trial, choice, dtype) for trial in trials]
+        if way == "cache":  # what a step with a cache takes beyond its row of pairs and beyond moving the bytes
+            moved = [sum(self.work(t, choice, dtype, w).bytes for w in ("dense", way)) for t in trials]
+            rest = [t - done["dense"].call - b / self.basis.bandwidth for t, b in zip(times, moved, strict=True)]
+            return Cost(max(sum(rest) / len(rest), 0.0), 0.0, peak, 1.0)
+        works = [self.work(trial, choice, dtype, way) for trial in trials]
         call, item, rate = fit(times, works, self.basis, peak)
         training = 1.0
         if way != "fused_step":
@@ -137,14 +144,16 @@ class _Session:
             training = max(1.0, self.best(run) / times[1])
         return Cost(call, item, rate, training)
 
-    def work(self, trial: Trial, choice: tuple[str, str, str], dtype: torch.dtype) -> Work:
+    def work(self, trial: Trial, choice: tuple[str, str, str], dtype: torch.dtype, way: str) -> Work:
         """The counts of a trial, and how a fused kernel's are shared by threads."""
         size = dtype.itemsize
         sizes = Sizes(
-            1, trial.heads, trial.heads, trial.length, trial.length, trial.dim, trial.dim, 0, max(size, 4), size
-        )
+            1, trial.heads, trial.heads, trial.length, trial.length, trial.dim, trial.dim,
+            trial.past if choice[1] == "pairs" else 0, max(size, 4), size,
+        )  # fmt: skip
         form, path, backend = choice
-        (part,) = parts(trial.kernel, merge(Causal()), sizes, form, path, backend, True, trial.past > 0)
+        found = parts(trial.kernel, merge(Causal()), sizes, form, path, backend, True, trial.past > 0)
+        part = next(part for part in found if part.way == way)
         idle = self.basis.threads / min(self.basis.threads, part.heads) if part.way in FUSED else 1
         return replace(part.work, items=int(part.work.items * idle), flops=int(part.work.flops * idle))
 
@@ -159,15 +168,17 @@ class _Session:
             return q, k, v
 
         def call(tokens: tuple[Tensor, Tensor, Tensor], state: State | None = None) -> Tensor:
-            return attention(
-                *tokens, kernel=trial.kernel, structure=Causal(), form=form, path=path, backend=backend, state=state
-            )
+            out = attention(
+                *tokens, kernel=trial.kernel, structure=Causal(), form=form, path=path, backend=backend, state=state,
+                return_state=state is not None,
+            )  # fmt: skip
+            return out[0] if isinstance(out, tuple) else out
 
         tokens, state = inputs(trial.length), None
         if trial.past:
             with torch.no_grad():
                 _, state = attention(
-                    *inputs(trial.past), kernel=trial.kernel, structure=Causal(), path="features", return_state=True
+                    *inputs(trial.past), kernel=trial.kernel, structure=Causal(), path=path, return_state=True
                 )
         if not trained:
             return lambda: call(tokens, state)

@@ -56,7 +56,7 @@ class Option:
         decode: of one more token after the context.
         state_bytes: of the state after the context.
         fixed: whether the state has the same size at any length.
-        crossings: against softmax; None for softmax itself.
+        crossings: against softmax; None for softmax itself and for whatever else keeps a cache that grows.
     """
 
     attention: str
@@ -94,18 +94,18 @@ class Advice:
 
     @property
     def least_reading(self) -> Option:
-        """The option that reads the context, or trains on it, in the least time."""
-        return min(self.options, key=lambda option: option.reading.seconds)
+        """What reads the context, or trains on it, in the least time: an option, or softmax."""
+        return min((*self.options, self.softmax), key=lambda option: option.reading.seconds)
 
     @property
     def least_decode(self) -> Option:
-        """The option that writes a token after the context in the least time."""
-        return min(self.options, key=lambda option: option.decode.seconds)
+        """What writes a token after the context in the least time."""
+        return min((*self.options, self.softmax), key=lambda option: option.decode.seconds)
 
     @property
     def least_memory(self) -> Option:
-        """The option whose state after the context is smallest."""
-        return min(self.options, key=lambda option: option.state_bytes)
+        """Whose state after the context is smallest."""
+        return min((*self.options, self.softmax), key=lambda option: option.state_bytes)
 
     def recommendations(self) -> dict[str, str]:
         """A sentence for each goal: ``reading`` (or training), ``decode`` and ``memory``."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
@@ -108,12 +108,16 @@ class Machine:
             raise InvalidArgument(
                 f"Each cost of a machine in JSON is an object of {wanted}, and nothing else."
             ) from error
-        return cls(**(given | {"costs": costs}))
+        values: dict[str, Any] = {**given, "costs": costs}
+        return cls(**values)
 
 
 def _check(machine: Machine) -> None:
     if set(machine.costs) != set(DTYPES) or any(set(ways) != set(WAYS) for ways in machine.costs.values()):
         raise InvalidArgument(f"Machine: costs must have {', '.join(DTYPES)}, and each of them {', '.join(WAYS)}.")
+    for name, text in (("name", machine.name), ("device", machine.device)):
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"Machine: {name} must be a text, not {text!r}.")
     if not isinstance(machine.threads, int) or isinstance(machine.threads, bool) or machine.threads < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"Machine: threads must be an integer of 1 or more, not {machine.threads!r}.")
     numbers: list[tuple[str, Any, bool]] = [("bandwidth", machine.bandwidth, True), ("entry", machine.entry, False)]
@@ -141,7 +145,7 @@ def machine_in_use() -> Machine:
 
 
 @contextmanager
-def use_machine(machine: Machine) -> Iterator[None]:
+def use_machine(machine: Machine) -> Generator[None]:
     """Within the block, plans are made with the numbers of this machine, in the whole process.
 
     Raises:

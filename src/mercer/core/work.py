@@ -6,6 +6,7 @@
 | tiles, exp_tiles | chunked, pairs, torch; the latter for exponential kernels | a pair of a tile |
 | sdpa | chunked, pairs, sdpa | a visible pair |
 | fused_causal | chunked, pairs, numba | a visible pair |
+| cache | beside any of these, where keys and values are kept | - |
 | scan | chunked, features, torch | an operator that is called |
 | fused_scan | chunked, features, numba | a query |
 | step | recurrent, features, torch | an operator that is called |
@@ -22,7 +23,7 @@ from mercer.core.mixed import Mixed
 from mercer.core.structures import Merged
 from mercer.core.support import FEATURE_CHUNK, Sizes
 
-WAYS = ("dense", "tiles", "exp_tiles", "sdpa", "fused_causal", "scan", "fused_scan", "step", "fused_step")
+WAYS = ("dense", "tiles", "exp_tiles", "sdpa", "fused_causal", "cache", "scan", "fused_scan", "step", "fused_step")
 FUSED = ("fused_causal", "fused_scan", "fused_step")
 
 TILE_ROWS = 64
@@ -38,6 +39,10 @@ STEP_OPERATORS = 4
 LOG_PASSES = 4
 """An entry whose logarithm is kept is made in about four times the passes of any other: maxima, their differences, and
 the exponential of each side."""
+LOG_CALLS = 2
+"""And its maxima, sums and differences are as many operators as that many further calls have."""
+MIXED_CALLS = 2
+"""The near part of a mixed row, and the joining of both."""
 STEP_PASSES, FIRST_PASSES = 3, 4
 """How often a step of torch operators moves a state: read, written, read for the output; and once more each way at
 the beginning and end, where S and z become one tensor and two again."""
@@ -99,23 +104,30 @@ def parts(
         way = way_of(kernel, form, path, backend)
         if path == "features":
             return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads)]
-        return [Part(way, _pairs(way, kernel, merged, sizes, form, stateful), heads)]
+        return [Part(way, _pairs(way, kernel, merged, sizes, form), heads), *_cache(merged, sizes, stateful)]
     near = replace(merged, left=kernel.window - 1)
     near_form = "dense" if form == "recurrent" else form
     first = way_of(kernel.near, near_form, "pairs", "torch")
-    work = _pairs(first, kernel.near, near, sizes, form, stateful and path == "features")
-    # Both parts are called, and a third time's worth of operators joins them.
-    joined = Part(first, replace(work, calls=2 * work.calls), heads)
+    work = _pairs(first, kernel.near, near, sizes, form)
+    joined = Part(first, replace(work, calls=MIXED_CALLS * work.calls), heads)
     if path == "features":
         alone = replace(sizes, past_length=0)
         way = way_of(kernel.far, form, path, backend)
-        return [joined, Part(way, _features(way, kernel.far, merged, alone, form, mass), heads)]
+        kept = _cache(replace(merged, left=kernel.window), sizes, stateful)
+        return [joined, Part(way, _features(way, kernel.far, merged, alone, form, mass), heads), *kept]
     far = replace(merged, right=-kernel.window)
     way = way_of(kernel.far, near_form, "pairs", "torch")
-    return [joined, Part(way, _pairs(way, kernel.far, far, sizes, form, stateful), heads)]
+    return [joined, Part(way, _pairs(way, kernel.far, far, sizes, form), heads), *_cache(merged, sizes, stateful)]
 
 
-def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str, stateful: bool) -> Work:
+def _cache(merged: Merged, sizes: Sizes, stateful: bool) -> list[Part]:
+    """Keeping keys and values: old and new ones are read and written together."""
+    if not stateful:
+        return []
+    return [Part("cache", Work(1, 0, 0, 0, 2 * cost.cache_bytes(merged, sizes)), sizes.batch * sizes.key_heads)]
+
+
+def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> Work:
     queries, keys = sizes.query_length, sizes.key_length + sizes.past_length
     pairs = cost.visible_pairs(merged, sizes)
     if way == "dense" and form == "dense":
@@ -126,8 +138,8 @@ def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str, st
     mapped = kernel.mapped_dim(sizes.dim)
     items = sizes.batch * sizes.query_heads * pairs
     past = sizes.batch * sizes.key_heads * sizes.past_length * (sizes.dim + sizes.value_dim) * sizes.cache_itemsize
-    moved = cost.io_bytes(sizes) + past + 2 * int(stateful) * cost.cache_bytes(merged, sizes)
-    calls = max(queries, 1) if form == "recurrent" else 1
+    moved = cost.io_bytes(sizes) + past
+    calls = (max(queries, 1) if form == "recurrent" else 1) + LOG_CALLS * kernel.log_features
     return Work(calls, items, _mapped_entries(kernel, sizes), 2 * items * (mapped + sizes.value_dim), moved)
 
 
@@ -160,7 +172,7 @@ def _features(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str,
         states = (FIRST_PASSES + STEP_PASSES * steps) * state
     else:
         items, states = heads * sizes.key_length, 2 * max(steps, 1) * state
-    return Work(1, max(items, 0), entries, flops, cost.io_bytes(sizes) + states)
+    return Work(1 + LOG_CALLS * kernel.log_features, max(items, 0), entries, flops, cost.io_bytes(sizes) + states)
 
 
 def _mapped_entries(kernel: Kernel, sizes: Sizes) -> int:
