@@ -2,10 +2,11 @@
 
 A step reads its state once and writes it once, so no step can be quicker than a copy of it. Every way is timed in
 turns, forward only, with the same threads: ours, torch's recurrent form, a plain copy, and softmax with a key/value
-cache of some lengths (torch SDPA over a cache that stands there already, and ours, which appends to it).
+cache of some lengths (torch SDPA over a cache that stands there already, and ours, which appends to it); then a step of
+a small language model. --compile adds torch.compile, which needs a C++ compiler, to steps of kernels and of the model.
 
-    python -m benchmarks decode_step [--quick] [--batch N] [--kernel NAME] [--cache N] [--rounds N] [--threads N]
-        [--json FILE]
+    python -m benchmarks decode_step [--quick] [--compile] [--batch N] [--kernel NAME] [--cache N] [--model NAME]
+        [--rounds N] [--threads N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mercer.core.kernels import Kernel
 
 HEADS = 8
+MODELS = ("elu-sum", "taylor2-sum", "softmax")
 NAMES = ("elu", "taylor2", "taylor2-16", "taylor3-16", "favor256")
 
 
@@ -33,6 +35,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kernel", choices=NAMES, action="append", help="default: all")
     parser.add_argument("--batch", type=int, action="append", help="default: 1 and 16")
     parser.add_argument("--cache", type=int, action="append", help="tokens in the cache; default: 2,048 and 32,768")
+    parser.add_argument("--model", action="append", help="attentions of the model; default: elu, Taylor 2, softmax")
+    parser.add_argument("--compile", action="store_true", help="also time torch.compile")
     parser.add_argument("--rounds", type=int, default=41, help="timed calls each (default 41)")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--quick", action="store_true", help="batch 1, a cache of 256, 3 rounds: a look, no result")
@@ -67,7 +71,7 @@ def timed(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict
     return {n: {"median": 1e6 * s.median, "low": 1e6 * s.low, "high": 1e6 * s.high} for n, s in spreads.items()}
 
 
-def feature_case(name: str, batch: int, rounds: int) -> dict[str, Any]:
+def feature_case(name: str, batch: int, rounds: int, compiled: bool = False) -> dict[str, Any]:
     """A step of a finite kernel: as the plan has it, in torch, and a copy of its state."""
     import torch
 
@@ -91,6 +95,10 @@ def feature_case(name: str, batch: int, rounds: int) -> dict[str, Any]:
 
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(state.features)}
     calls |= {f"step ({backend})": step(backend) for backend in dict.fromkeys((chosen.backend, "torch"))}
+    if compiled:
+        torch.compiler.reset()
+        traced = torch.compile(lambda q, k, v, state: attention(q, k, v, **parts, state=state))
+        calls["step (torch.compile)"] = lambda: traced(q, k, v, state)
     times = timed(calls, rounds)
     moved = 2 * state.features.numel() * 4
     return {"case": name, "batch": batch, "dim": dim, "state_bytes": moved // 2, "plan": chosen.reason, "us": times}
@@ -113,6 +121,27 @@ def cache_case(length: int, batch: int, rounds: int) -> dict[str, Any]:
     }
     times = timed(calls, rounds)
     return {"case": f"softmax, {length:,} cached", "batch": batch, "dim": dim, "state_bytes": state.nbytes, "us": times}
+
+
+def model_case(name: str, rounds: int, compiled: bool = False, layers: int = 4) -> dict[str, Any]:
+    """A step of a language model that has read 64 tokens."""
+    import torch
+
+    from mercer.models.config import ModelConfig
+    from mercer.models.decoder import DecoderLM
+
+    model = DecoderLM(ModelConfig(vocab_size=256, dim=128, layers=layers, heads=HEADS, attention=name)).eval()
+    token = torch.tensor([[7]])
+    with torch.inference_mode():
+        _, states = model(torch.randint(0, 256, (1, 64)), return_states=True)
+    calls: dict[str, Callable[[], object]] = {"step": lambda: model(token, states=states, return_states=True)}
+    if compiled:
+        torch.compiler.reset()
+        traced = torch.compile(model)
+        calls["step (torch.compile)"] = lambda: traced(token, states=states, return_states=True)
+    size = sum(state.nbytes for state in states)
+    title = f"DecoderLM {name}, {layers} x 128"
+    return {"case": title, "batch": 1, "dim": 16, "state_bytes": size, "us": timed(calls, rounds)}
 
 
 def shown(found: dict[str, Any]) -> str:
@@ -149,9 +178,11 @@ def main(arguments: list[str]) -> None:
 
     for batch in batches:
         for name in options.kernel or NAMES:
-            add(feature_case(name, batch, rounds))
+            add(feature_case(name, batch, rounds, options.compile))
         for length in caches:
             add(cache_case(length, batch, rounds))
+    for name in options.model or MODELS[: 1 if options.quick else None]:
+        add(model_case(name, rounds, options.compile, layers=1 if options.quick else 4))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ def test_it_times_every_kernel_and_cache(tmp_path: Path, monkeypatch: pytest.Mon
     decode_step.main(["--quick", "--json", str(path), "--threads", str(torch.get_num_threads())])
     record = json.loads(path.read_text())
     named = {case["case"]: case for case in record["cases"]}
-    assert set(named) == {*decode_step.NAMES, "softmax, 256 cached"}
+    model = "DecoderLM elu-sum, 1 x 128"
+    assert set(named) == {*decode_step.NAMES, "softmax, 256 cached", model}
+    assert set(named[model]["us"]) == {"step"}
     for name in decode_step.NAMES:
         case = named[name]
         assert set(case["us"]) - {"step (numba)"} == WAYS

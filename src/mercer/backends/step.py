@@ -30,7 +30,7 @@ MAPS = ("identity", "elu", "relu")
 LEAST_ENTRIES = 1 << 13
 """Entries of the states of a call below which torch's operators are used: nobody waits for a compiler because of a
 small state."""
-ALONE = 1 << 18
+ALONE = 1 << 19
 """Entries of the states of a call up to which one thread is quicker than waking others."""
 
 
