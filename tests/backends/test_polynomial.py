@@ -12,6 +12,7 @@ pytest.importorskip("numba")
 
 from tests.tolerance import assert_close
 
+from mercer.backends import polynomial
 from mercer.backends.polynomial import feature_count, polynomial_scan, serves
 from mercer.core.kernels import Elu, Exp, Power, Relu, Taylor
 from mercer.core.structures import Causal, Full, merge
@@ -261,6 +262,15 @@ def test_the_digits_do_not_depend_on_the_number_of_threads():
             results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     finally:
         torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_the_digits_do_not_depend_on_how_many_heads_go_together(monkeypatch):
+    inputs, results = draw(2, 6, 3, 40, 16, 16), []
+    for space in (0, 4 * 153 * 16 * 2, 1 << 20):  # one head, two, all
+        monkeypatch.setattr(polynomial, "STATES", space)
+        out = polynomial_scan(*inputs, coefficients=(1.0, 1.0, 0.5), scale=0.25, mass=True, divide=True)
+        results.append((out[0], out[2], *torch.autograd.grad(out[0].square().sum(), inputs)))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 

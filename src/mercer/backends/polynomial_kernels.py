@@ -50,6 +50,7 @@ from mercer.backends.polynomial_parts import (
     unpack,
 )
 from mercer.backends.polynomial_table import (
+    ABREAST,
     ADDRESS,
     DENOMINATOR,
     DIM,
@@ -106,8 +107,8 @@ def forward(
     blocks = key + padded(dim) * ROW
     read = blocks + sizes[MONOMIALS] * ROW
     write = read + panel
-    z = write + tail
-    state = z + high * 4
+    states = write + tail
+    each = panels * panel + high * 4
     plain = is_plain(tensors, places, factors)
     if plain:  # the mapped vectors are the features
         query, key = read, write
@@ -118,62 +119,74 @@ def forward(
     fill(scales, 1, F(scale))
     varying = tensors[LOG, ADDRESS] != 0 or tensors[WEIGHT, ADDRESS] != 0
     ready, there, keep = 0, 0, F(1)
-    for item in range(start, stop):
-        b, h = item // heads, item % heads
-        read_state(tensors, STATE, MASS, b, h, sizes, state, panel, z)
+    item = start
+    while item < stop:
+        b, h0 = item // heads, item % heads
+        many = min(sizes[ABREAST], stop - item, heads - h0)
+        for i in range(many):
+            state = states + i * each
+            read_state(tensors, STATE, MASS, b, h0 + i, sizes, state, panel, state + panels * panel)
         for first in range(0, length, LANES):
-            tokens = min(LANES, length - first)
-            if varying or tokens != ready:
-                keep, there = block_weights(tensors, b, h, first, tokens, lanes)
-                pair_weights(lanes + 4 * ROW, ones if plain else lanes, tensors[LOG, ADDRESS], pairs)
-                ready = tokens
-            queries_there = 0 if tokens == LANES else ones
-            t = tensors[KEY]
-            at = locate(tensors, KEY, b, h, first)
-            pack_turned(at, t[HALF], t[TOKEN], tokens, dim, there, kind, key_factors, LANES * t[TOKEN], key)
-            if not plain:
-                expand(key, blocks, write, lanes + ROW, begins, places, starts, raised, factors)
-            t = tensors[VALUE]
-            at = locate(tensors, VALUE, b, h, first)
-            pack(at, t[HALF], t[TOKEN], tokens, width, lanes, ones, LANES * t[TOKEN], state + tail, panel)
-            for g in range(h * group, (h + 1) * group):
-                t = tensors[QUERY]
-                at = locate(tensors, QUERY, b, g, first)
-                pack_turned(at, t[HALF], t[TOKEN], tokens, dim, queries_there, kind, scales, LANES * t[TOKEN], query)
+            for h in range(h0, h0 + many):  # side by side in memory
+                state = states + (h - h0) * each
+                z = state + panels * panel
+                tokens = min(LANES, length - first)
+                if varying or tokens != ready:
+                    keep, there = block_weights(tensors, b, h, first, tokens, lanes)
+                    pair_weights(lanes + 4 * ROW, ones if plain else lanes, tensors[LOG, ADDRESS], pairs)
+                    ready = tokens
+                queries_there = 0 if tokens == LANES else ones
+                t = tensors[KEY]
+                at = locate(tensors, KEY, b, h, first)
+                pack_turned(at, t[HALF], t[TOKEN], tokens, dim, there, kind, key_factors, LANES * t[TOKEN], key)
                 if not plain:
-                    expand(query, blocks, read, lanes + 2 * ROW, begins, places, starts, raised, factors)
-                product(key, query, read + tail, dim)
-                total = splat(F(0))
-                for r in range(0, TILE, ROW):
-                    w = mul(polynomial(load(read + tail + r), coefficients), load(pairs + r))
-                    total = add(total, w)
-                    store(read + tail + r, w)
+                    expand(key, blocks, write, lanes + ROW, begins, places, starts, raised, factors)
+                t = tensors[VALUE]
+                at = locate(tensors, VALUE, b, h, first)
+                pack(at, t[HALF], t[TOKEN], tokens, width, lanes, ones, LANES * t[TOKEN], state + tail, panel)
+                for g in range(h * group, (h + 1) * group):
+                    t = tensors[QUERY]
+                    at = locate(tensors, QUERY, b, g, first)
+                    pack_turned(
+                        at, t[HALF], t[TOKEN], tokens, dim, queries_there, kind, scales, LANES * t[TOKEN], query
+                    )
+                    if not plain:
+                        expand(query, blocks, read, lanes + 2 * ROW, begins, places, starts, raised, factors)
+                    product(key, query, read + tail, dim)
+                    total = splat(F(0))
+                    for r in range(0, TILE, ROW):
+                        w = mul(polynomial(load(read + tail + r), coefficients), load(pairs + r))
+                        total = add(total, w)
+                        store(read + tail + r, w)
+                    if sums:
+                        total = add(total, read_mass(z, read, high))
+                        at = locate(tensors, DENOMINATOR, b, g, first)
+                        if at:
+                            store_row(at, 0, tokens, total)
+                        store(inverses, inverse(total) if divides else splat(F(1)))
+                    else:
+                        store(inverses, splat(F(1)))
+                    last, t = g == (h + 1) * group - 1, tensors[OUT]
+                    at, size = locate(tensors, OUT, b, g, first), 2 if t[HALF] else 4
+                    for c in range(panels):
+                        product(read, state + c * panel, tile, high + LANES)
+                        if last:  # while the panel is in the nearest cache
+                            update(state + c * panel, write, state + c * panel + tail, high, keep)
+                        done = c * LANES
+                        unpack(tile, inverses, at + done * size, t[HALF], t[TOKEN], tokens, width - done)
                 if sums:
-                    total = add(total, read_mass(z, read, high))
-                    at = locate(tensors, DENOMINATOR, b, g, first)
-                    if at:
-                        store_row(at, 0, tokens, total)
-                    store(inverses, inverse(total) if divides else splat(F(1)))
-                else:
-                    store(inverses, splat(F(1)))
-                last, t = g == (h + 1) * group - 1, tensors[OUT]
-                at, size = locate(tensors, OUT, b, g, first), 2 if t[HALF] else 4
-                for c in range(panels):
-                    product(read, state + c * panel, tile, high + LANES)
-                    if last:  # while the panel is in the nearest cache
-                        update(state + c * panel, write, state + c * panel + tail, high, keep)
-                    done = c * LANES
-                    unpack(tile, inverses, at + done * size, t[HALF], t[TOKEN], tokens, width - done)
-            if sums:
-                add_mass(z, write, high, load(ones), keep)
-        write_state(tensors, FINAL, FINAL_MASS, b, h, sizes, state, panel, z)
+                    add_mass(z, write, high, load(ones), keep)
+        for i in range(many):
+            state = states + i * each
+            write_state(tensors, FINAL, FINAL_MASS, b, h0 + i, sizes, state, panel, state + panels * panel)
+        item += many
 
 
-def workspace(dim: int, width: int, features: int, monomials: int) -> int:
+def workspace(dim: int, width: int, features: int, monomials: int, abreast: int) -> int:
     """Bytes of scratch that one thread needs."""
     d, v, f = (-(-n // LANES) * LANES for n in (dim, width, features))
-    rows = 8 + 8 * LANES + 6 * d + 8 * v + 4 * monomials + 4 * f + 2 * LANES + v // LANES * (f + LANES)
-    return rows * ROW
+    rows = 9 + 3 * LANES + 3 * (d + monomials + f) + LANES + 5 * v
+    return (rows + abreast * (v // LANES * (f + LANES) + f // LANES)) * ROW
 
 
 _TABLES = (

@@ -6,8 +6,8 @@ QUERY, KEY, VALUE, OUT, DENOMINATOR, LOG, WEIGHT, STATE, MASS, FINAL, FINAL_MASS
 GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_STATE, GRAD_MASS, GRAD_FINAL, GRAD_FINAL_MASS, TILES = range(13, 21)
 """Its rows; SLOPE is the gradient of the denominators, TILES the pair weights and their slopes of every block."""
 TENSORS = 21
-HEADS, GROUP, LENGTH, DIM, VALUE_DIM, FEATURES, MONOMIALS, MAP, SUMS, DIVIDES = range(10)
+HEADS, GROUP, LENGTH, DIM, VALUE_DIM, FEATURES, MONOMIALS, MAP, SUMS, DIVIDES, ABREAST = range(11)
 """Sizes and switches: key heads, queries a key head, tokens, D, Dv, features, monomials below the highest degree, map,
-whether there are denominators, whether to divide by them."""
+whether there are denominators, whether to divide by them, key heads that go from block to block together."""
 IDENTITY, ELU, RELU = range(3)
 """Maps."""
