@@ -90,7 +90,7 @@ def attention(
         form: ``"auto"``, ``"dense"``, ``"chunked"`` or ``"recurrent"``.
         path: ``"auto"``, ``"pairs"`` or ``"features"``.
         backend: ``"auto"``, ``"torch"``, ``"sdpa"`` or ``"numba"``; the last two serve ``Exp`` in the chunked form by
-            pairs.
+            pairs, ``"numba"`` also finite kernels by features: chunked, and recurrent where no gradient is wanted.
 
     Returns:
         ``[B, Hq, Lq, Dv]`` in the dtype of ``query``; with ``return_state`` a pair of it and a

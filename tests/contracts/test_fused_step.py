@@ -147,6 +147,7 @@ def test_it_is_chosen_and_refused_where_it_says():
     chosen = plan(*big, **given)
     assert (chosen.form, chosen.backend) == ("recurrent", "numba")
     assert "fused step" in chosen.reason
+    assert plan(*big, **given | {"kernel": Mixed(Elu(), Taylor(2), window=4)}).backend == "numba"
     small = [torch.empty(1, 2, 1, 8, device="meta") for _ in range(3)]
     assert plan(*small, **given).backend == "torch"
     assert plan(*small, **given, path="features", backend="numba").backend == "numba"
