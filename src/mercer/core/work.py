@@ -39,8 +39,8 @@ STEP_OPERATORS = 4
 LOG_PASSES = 4
 """An entry whose logarithm is kept is made in about four times the passes of any other: maxima, their differences, and
 the exponential of each side."""
-LOG_CALLS = 2
-"""And its maxima, sums and differences are as many operators as that many further calls have."""
+LOG_OPERATORS = 50
+"""And its maxima, sums and differences are about that many operators, counted as those of a step."""
 MIXED_CALLS = 2
 """The near part of a mixed row, and the joining of both."""
 STEP_PASSES, FIRST_PASSES = 3, 4
@@ -92,7 +92,8 @@ def way_of(kernel: Kernel, form: str, path: str, backend: str) -> str:
 def parts(
     kernel: Kernel, merged: Merged, sizes: Sizes, form: str, path: str, backend: str, mass: bool, stateful: bool
 ) -> list[Part]:
-    """What a call consists of: one part, or for ``Mixed`` one near and one far.
+    """What a call consists of: one part, or for ``Mixed`` one near and one far; and what comes with them: the cache,
+    the logarithms of features.
 
     Args:
         kernel, merged, sizes, form, path, backend: of the call.
@@ -101,10 +102,11 @@ def parts(
     """
     heads = sizes.batch * sizes.key_heads
     if not isinstance(kernel, Mixed):
+        logs = [Part("step", Work(0, LOG_OPERATORS, 0, 0, 0), heads)] if kernel.log_features else []
         way = way_of(kernel, form, path, backend)
         if path == "features":
-            return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads)]
-        return [Part(way, _pairs(way, kernel, merged, sizes, form), heads), *_cache(merged, sizes, stateful)]
+            return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads), *logs]
+        return [Part(way, _pairs(way, kernel, merged, sizes, form), heads), *logs, *_cache(merged, sizes, stateful)]
     near = replace(merged, left=kernel.window - 1)
     near_form = "dense" if form == "recurrent" else form
     first = way_of(kernel.near, near_form, "pairs", "torch")
@@ -112,9 +114,8 @@ def parts(
     joined = Part(first, replace(work, calls=MIXED_CALLS * work.calls), heads)
     if path == "features":
         alone = replace(sizes, past_length=0)
-        way = way_of(kernel.far, form, path, backend)
         kept = _cache(replace(merged, left=kernel.window), sizes, stateful)
-        return [joined, Part(way, _features(way, kernel.far, merged, alone, form, mass), heads), *kept]
+        return [joined, *parts(kernel.far, merged, alone, form, path, backend, mass, stateful), *kept]
     far = replace(merged, right=-kernel.window)
     way = way_of(kernel.far, near_form, "pairs", "torch")
     return [joined, Part(way, _pairs(way, kernel.far, far, sizes, form), heads), *_cache(merged, sizes, stateful)]
@@ -139,7 +140,7 @@ def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str) ->
     items = sizes.batch * sizes.query_heads * pairs
     past = sizes.batch * sizes.key_heads * sizes.past_length * (sizes.dim + sizes.value_dim) * sizes.cache_itemsize
     moved = cost.io_bytes(sizes) + past
-    calls = (max(queries, 1) if form == "recurrent" else 1) + LOG_CALLS * kernel.log_features
+    calls = max(queries, 1) if form == "recurrent" else 1
     return Work(calls, items, _mapped_entries(kernel, sizes), 2 * items * (mapped + sizes.value_dim), moved)
 
 
@@ -172,7 +173,7 @@ def _features(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str,
         states = (FIRST_PASSES + STEP_PASSES * steps) * state
     else:
         items, states = heads * sizes.key_length, 2 * max(steps, 1) * state
-    return Work(1 + LOG_CALLS * kernel.log_features, max(items, 0), entries, flops, cost.io_bytes(sizes) + states)
+    return Work(1, max(items, 0), entries, flops, cost.io_bytes(sizes) + states)
 
 
 def _mapped_entries(kernel: Kernel, sizes: Sizes) -> int:
