@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from mercer.advice import advise
+from mercer.core.machine_default import DEFAULT
 from mercer.errors import Interrupted, InvalidArgument
 from mercer.studies import cost
-from mercer.studies.cost_measure import Shape, Way, machine_rates, planned, prepare, seconds
+from mercer.studies.cost_measure import Shape, Way, machine_rates, planned, planned_seconds, prepare, seconds
 from mercer.studies.cost_summary import best_curve, conclude, crossing, crossings
 from mercer.studies.records import CostRecord, read_record
 from mercer.studies.records.cost import CostPoint, Where
@@ -21,6 +23,7 @@ SHAPE = Shape(1, 2, 4, torch.float32, torch.device("cpu"))
 def shrunk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setitem(cost.BUDGETS, "standard", SMALL)
     monkeypatch.setattr("mercer.studies.cost_measure.LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(cost, "measure_machine", lambda _device: DEFAULT)
     return tmp_path
 
 
@@ -126,6 +129,21 @@ def test_decoding_continues_the_context() -> None:
         taken, count = seconds(task, SHAPE.device, 1)
         assert taken > 0
         assert count == 1
+
+
+def test_the_planned_time_of_a_token_is_that_of_the_model() -> None:
+    """A row against the cache grows with the context, a step of a state does not; a context is read by the token."""
+    rows = [planned_seconds(Way("softmax", "auto", "pairs", "decode"), SHAPE, n, DEFAULT) for n in (100, 100_000)]
+    steps = [
+        planned_seconds(Way("elu-sum", "recurrent", "features", "decode"), SHAPE, n, DEFAULT) for n in (100, 100_000)
+    ]
+    assert rows[0] < rows[1]
+    assert steps[0] == steps[1]
+    found = advise(dim=4, heads=2, context=100_000, kernels=["elu-sum"])
+    assert rows[1] == found.softmax.decode.seconds
+    assert steps[1] == found.options[0].decode.seconds
+    read = planned_seconds(Way("elu-sum", "chunked", "features", "prefill"), SHAPE, 100_000, DEFAULT)
+    assert read == pytest.approx(found.options[0].reading.seconds / 100_000, rel=0.01)
 
 
 def test_the_machine_has_rates() -> None:

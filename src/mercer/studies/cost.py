@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from mercer.advice import measure_machine
+from mercer.core.machine import Machine
 from mercer.core.names import attention_name, parse_attention
 from mercer.errors import Unsupported
 from mercer.models.config import causal_attention
 from mercer.runtime.device import find_device
-from mercer.studies.cost_measure import Shape, Way, machine_rates, planned, prepare, seconds
+from mercer.studies.cost_measure import Shape, Way, machine_rates, planned, planned_seconds, prepare, seconds
 from mercer.studies.cost_summary import conclude, crossings
 from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible
 from mercer.studies.progress import StudyProgress
@@ -88,6 +91,9 @@ class _Study:
         self.shape = Shape(plan.batch, plan.heads, plan.head_dim, torch.float32, find_device(device))
         asked = {"study": "cost", "budget": budget, "attentions": self.attentions, "device": device}
         self.folder = StudyFolder(out, asked, command)
+        numbers = self.folder.remembered("machine")
+        self.machine = measure_machine(self.shape.device) if numbers is None else Machine.from_json(json.dumps(numbers))
+        self.folder.remember("machine", json.loads(self.machine.to_json()))
         kept = self.folder.remembered("rates")
         self.rates = machine_rates(self.shape) if kept is None else MachineRates.model_validate(kept)
         self.folder.remember("rates", self.rates.model_dump())
@@ -162,15 +168,14 @@ class _Study:
         except Unsupported as error:
             return CostPoint(**common, form=way.form, status="skipped", reason=str(error))
         flops, traffic, form = float(whole.flops), float(whole.bytes), whole.form
-        tokens = length
         if way.phase == "decode":
             # the last token of the context: its row of pairs, or one step of the state, and the state read once
             one = planned(Way(way.attention, "auto", way.path, "decode"), self.shape, 1)
             flops = one.flops * (length if way.path == "pairs" else 1)
-            traffic, form, tokens = float(one.bytes + whole.state_bytes), one.form, 1
-        time = max(flops / self.rates.flops_per_second, traffic / self.rates.bytes_per_second) / tokens
+            traffic, form = float(one.bytes + whole.state_bytes), one.form
         return CostPoint(
-            **common, form=form, planned_flops=flops, planned_bytes=traffic, planned_seconds_per_token=time,
+            **common, form=form, planned_flops=flops, planned_bytes=traffic,
+            planned_seconds_per_token=planned_seconds(way, self.shape, length, self.machine),
             planned_state_bytes=planned(Way(way.attention, "auto", way.path, "decode"), self.shape, length).state_bytes,
         )  # fmt: skip
 

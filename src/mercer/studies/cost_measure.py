@@ -10,11 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mercer.core.machine import Machine, use_machine
+from mercer.core.mixed import Mixed
 from mercer.core.names import parse_attention
 from mercer.core.state import State
-from mercer.core.structures import Causal
+from mercer.core.structures import Causal, merge
+from mercer.core.support import Sizes
 from mercer.ops import attention, plan
-from mercer.planning import Plan
+from mercer.planning import Plan, choose
 from mercer.studies.records.cost import MachineRates, Phase
 
 Form = Literal["dense", "chunked", "recurrent", "auto"]
@@ -66,6 +69,25 @@ def planned(way: Way, shape: Shape, length: int) -> Plan:
         x, x, x, kernel=kernel, normalizer=normalizer, structure=Causal(), form=way.form, path=way.path,
         return_state=way.phase == "decode",
     )  # fmt: skip
+
+
+def planned_seconds(way: Way, shape: Shape, length: int, machine: Machine) -> float:
+    """What the model of the machine says of one token: of ``length`` that are read, or of the one written after them.
+
+    Raises:
+        Unsupported: as :func:`planned`.
+    """
+    with use_machine(machine):
+        if way.phase == "prefill":
+            return planned(way, shape, length).seconds / length
+        kernel, normalizer = parse_attention(way.attention)
+        past = length if way.path == "pairs" else min(length, kernel.window) if isinstance(kernel, Mixed) else 0
+        item = shape.dtype.itemsize
+        sizes = Sizes(
+            shape.batch, shape.heads, shape.heads, 1, 1, shape.head_dim, shape.head_dim, past, max(item, 4), item,
+            shape.device.type,
+        )  # fmt: skip
+        return choose(kernel, normalizer, merge(Causal()), sizes, way.form, way.path, stateful=True).seconds
 
 
 def prepare(way: Way, shape: Shape, length: int, decode_steps: int) -> tuple[Callable[[], None], int, int | None]:

@@ -20,7 +20,7 @@ from mercer.studies.records.common import Provenance
 Budget = Literal["quick", "standard", "full"]
 BUDGETS: tuple[Budget, ...] = ("quick", "standard", "full")
 BEGUN, WORK = "begun.json", "work.json"
-SETTLED = ("calibration.json", "rates.json")
+SETTLED = ("calibration.json", "rates.json", "machine.json")
 """What a study measures once, before its first result."""
 
 

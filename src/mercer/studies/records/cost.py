@@ -25,7 +25,7 @@ class CostShape(Record):
 
 
 class MachineRates(Record):
-    """What the machine did on this day, to turn operations and bytes into seconds."""
+    """What the machine did on this day."""
 
     flops_per_second: float = Field(gt=0, description="large matrix product in the study's dtype")
     bytes_per_second: float = Field(gt=0, description="reading a tensor larger than the caches")
@@ -51,7 +51,7 @@ class CostPoint(Record):
     )
     planned_state_bytes: int | None = Field(default=None, ge=0)
     planned_seconds_per_token: float | None = Field(
-        default=None, ge=0, description="the larger of operations and bytes, each over the machine's rate"
+        default=None, ge=0, description="by the model of mercer.advise, with numbers measured at the start"
     )
 
 

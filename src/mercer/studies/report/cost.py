@@ -30,7 +30,7 @@ def build(record: CostRecord) -> Page:
         Section(
             "Where they cross",
             "The context length from which the second is cheaper than the first, interpolated between measured "
-            "lengths, and where the plan's operations and bytes put it on a machine of these speeds.",
+            "lengths, and where the plan's model of this machine puts it.",
             (_crossings(record),) if record.crossings else (),
         ),
         Section("Everything measured", f"{len(record.points)} measurements, each beside its plan.", (_table(record),)),
@@ -250,6 +250,5 @@ def _table(record: CostRecord) -> Table:
         tuple(rows),
         words=3,
         folded=True,
-        caption="Planned time is the larger of operations and bytes over what this machine did on a large product "
-        "and a large read.",
+        caption="Planned time is that of the model of mercer.advise, with numbers measured on this machine at the start.",
     )
