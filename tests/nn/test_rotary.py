@@ -111,3 +111,30 @@ def test_bad_arguments_are_refused(arguments):
         Rotary(**arguments)
     with pytest.raises(InvalidArgument, match=r"\[B, L, H, 4\]"):
         Rotary(4)(torch.randn(1, 2, 3, 6), torch.arange(2)[None])
+
+
+def test_kept_factors_are_those_of_the_positions_asked_for():
+    """Every call with other positions, heads or dtype makes its own; what inference mode made serves training."""
+    rotary = Rotary(8)
+    asked = [
+        (torch.tensor([[p]]), heads, dtype)
+        for p in (3, 4)
+        for heads in (1, 2)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    with torch.inference_mode():
+        first = [rotary.turns(torch.tensor([[3]]), heads=1, dtype=torch.float32) for _ in range(2)]
+    assert first[0].cos is first[1].cos
+    for positions, heads, dtype in [*asked, *reversed(asked)]:
+        kept, fresh = (r.turns(positions, heads=heads, dtype=dtype) for r in (rotary, Rotary(8)))
+        assert all(torch.equal(a, b) for a, b in zip(kept[:3], fresh[:3], strict=True))
+        assert kept.cos.dtype == dtype
+    positions = torch.tensor([[5, 6]])
+    before = rotary.turns(positions).cos.clone()
+    positions += 1
+    assert not torch.equal(rotary.turns(positions).cos, before)
+    with torch.inference_mode():
+        rotary.turns(torch.tensor([[7]]))
+    x = torch.randn(1, 1, 2, 8, requires_grad=True)
+    rotary(x, torch.tensor([[7]])).sum().backward()
+    assert x.grad is not None

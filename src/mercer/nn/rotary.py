@@ -12,6 +12,8 @@ from mercer.nn.positions import angle_dtype
 
 RUN = 128
 """Channels turned by one inner loop: rows shorter than this spend their time in loop overhead."""
+KEPT = 64
+"""Positions up to which their factors are kept for the next layer."""
 
 
 class Turns(NamedTuple):
@@ -53,9 +55,24 @@ class Rotary(nn.Module):
         self.dim, self.base, self.pairing = dim, base, pairing
         self._kept: tuple[object, Turns] | None = None
         self._kept_rates: Tensor | None = None
+        self._last: tuple[Tensor, int, torch.dtype, Turns] | None = None
 
     def turns(self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> Turns:
-        """The factors for int positions [B or 1, L], repeated for `heads` heads side by side."""
+        """The factors for int positions [B or 1, L], repeated for `heads` heads side by side.
+
+        Those of a few positions are kept until others are asked for: every layer of a model asks for the same ones.
+        """
+        plain = type(positions) is Tensor and positions.is_cpu and not torch.compiler.is_compiling()
+        if not plain or positions.numel() > KEPT:
+            return self._turns(positions, heads, dtype)
+        last = self._last
+        same = last is not None and last[1:3] == (heads, dtype) and last[0].dtype == positions.dtype
+        if last is None or not same or not torch.equal(last[0], positions):
+            with torch.inference_mode(False):  # for later calls, which may record gradients
+                last = self._last = (positions.clone(), heads, dtype, self._turns(positions.clone(), heads, dtype))
+        return last[3]
+
+    def _turns(self, positions: Tensor, heads: int, dtype: torch.dtype) -> Turns:
         wide = angle_dtype(positions.device)
         angles = positions[..., None].to(wide) * self._rates(positions.device, wide)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
