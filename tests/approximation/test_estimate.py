@@ -15,7 +15,7 @@ from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Taylor
 from mercer.core.learned_maps import Hedgehog
 from mercer.core.normalizers import L2, Identity, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import Causal, Padding, Window
+from mercer.core.structures import Alibi, Causal, Padding, Window
 from mercer.errors import InvalidArgument, NonFinite, Unsupported
 from mercer.ops import attention
 
@@ -200,3 +200,19 @@ def test_gaussian_inputs_have_the_spread() -> None:
         gaussian_inputs(0, 4)
     with pytest.raises(InvalidArgument, match="spread must be finite and 0 or more, not -1"):
         gaussian_inputs(4, 4, -1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [Taylor(2), PositiveRandomFeatures(64), ExpFeatures()])
+def test_an_accelerator_gives_the_same(kernel: Kernel) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    found = [
+        approximation_error(
+            *(x.to(device) for x in INPUTS), kernel, target=0.3, rows=16,
+            structure=Causal() & Alibi(torch.tensor([0.1, 0.0, 0.5], device=device)),
+        )
+        for device in ("cpu", "cuda")
+    ]  # fmt: skip
+    assert found[1].error.value == pytest.approx(found[0].error.value, rel=1e-9)
+    assert found[1].by_draw == pytest.approx(found[0].by_draw, rel=1e-9)

@@ -137,9 +137,9 @@ class _Work:
         return found
 
     def errors(self, kernels: Sequence[Kernel]) -> Tensor:
-        """Relative errors ``[kernels]``."""
+        """Relative errors ``[kernels]``, on the CPU."""
         found = self.compare(kernels)
-        return (found.wrong.sum((1, 2)) / found.size.sum()).sqrt()
+        return (found.wrong.sum((1, 2)) / found.size.sum()).sqrt().cpu()
 
     def estimate(self, part: Tensor, whole: Tensor, *, root: bool) -> Estimate:
         return estimate(part, whole, self.positions, self.confidence, root=root)

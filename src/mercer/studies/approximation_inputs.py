@@ -77,13 +77,15 @@ def model_inputs(model: DecoderLM, tokens: Tensor) -> list[Inputs]:
         for handle in handles:
             handle.remove()
     return [
-        Inputs(f"layer{number}", "model", lambda n=number: seen[n], _structure(layer), layer.scale, layer=number)
+        Inputs(
+            f"layer{number}", "model", lambda n=number: seen[n], _structure(layer, tokens), layer.scale, layer=number
+        )
         for number, layer in enumerate(layers)
     ]
 
 
-def _structure(layer: Attention) -> Structure:
-    return layer.structure if layer.slopes is None else layer.structure & Alibi(layer.slopes)
+def _structure(layer: Attention, tokens: Tensor) -> Structure:
+    return layer.structure if layer.slopes is None else layer.structure & Alibi(layer.slopes.to(tokens.device))
 
 
 def text_windows(text: np.ndarray, vocabulary: Vocabulary, length: int, count: int) -> Tensor:
