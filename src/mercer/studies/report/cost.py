@@ -250,5 +250,5 @@ def _table(record: CostRecord) -> Table:
         tuple(rows),
         words=3,
         folded=True,
-        caption="Planned time is that of the model of mercer.advise, with numbers measured on this machine at the start.",
+        caption="Planned time is that of the model of mercer.advise, with this machine's numbers of the same day.",
     )
