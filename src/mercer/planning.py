@@ -101,7 +101,16 @@ def choose(
         found, seconds, why_backend = _backend(call, chosen, path, backend)
         return _Way(chosen, path, found, seconds, f"{why_form}{why_backend}")
 
-    chosen, why_path = _path([way(p) for p in PATHS if any(p == other for _, other in possible)], stateful, path)
+    ways: list[_Way] = []
+    missing: list[Unsupported] = []
+    for name in (p for p in PATHS if any(p == other for _, other in possible)):
+        try:
+            ways.append(way(name))
+        except Unsupported as why:  # the backend that was asked for may know the other path alone
+            missing.append(why)
+    if not ways:
+        raise missing[-1]
+    chosen, why_path = _path(ways, stateful, path)
     if chosen.path == "features":
         block = FUSED_BLOCK if chosen.backend == "numba" else FEATURE_CHUNK
         flops = cost.feature_flops(kernel, merged, sizes, chosen.form, block)

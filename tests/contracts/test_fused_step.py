@@ -150,7 +150,7 @@ def test_it_is_chosen_and_refused_where_it_says():
     assert plan(*big, **given | {"kernel": Mixed(Elu(), Taylor(2), window=4)}).backend == "numba"
     small = [torch.empty(1, 2, 1, 8, device="meta") for _ in range(3)]
     assert plan(*small, **given).backend == "torch"
-    assert plan(*small, **given, path="features", backend="numba").backend == "numba"
+    assert plan(*small, **given, backend="numba").backend == "numba"
     for why, parts, options in (
         ("several queries of a full structure", [torch.empty(1, 8, 2, 64) for _ in range(3)], {"structure": Full()}),
         ("float64", [x.double() for x in big], {}),
