@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mercer.core.kernels import Exp, Kernel
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
-from mercer.core.state import CacheState, MixedState, State
+from mercer.core.state import CacheState, FeatureState, MixedState, State
 from mercer.core.structures import Full, Merged, Structure, merge
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument
@@ -187,6 +188,11 @@ def _resolve(
     kernel.check(sizes.dim, sizes.query_heads, sizes.key_heads)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
+    fits = MixedState if isinstance(kernel, Mixed) else FeatureState
+    if state is not None and not isinstance(state, fits | CacheState):
+        raise InvalidArgument(
+            f"{kernel} continues a {fits.__name__} or, by pairs, a CacheState, not a {type(state).__name__}."
+        )
     state_path = None if state is None else "pairs" if isinstance(state, CacheState) else "features"
     stateful = state is not None or return_state
     return (

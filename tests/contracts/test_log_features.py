@@ -13,7 +13,7 @@ from mercer.core.kernels import Kernel
 from mercer.core.normalizers import L2, Identity, Sum
 from mercer.core.reference import reference_attention
 from mercer.core.state import FeatureState
-from mercer.core.structures import Alibi, Causal, Decay, Full, Padding, Structure, Window, merge
+from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window, merge
 from mercer.core.support import unsupported
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.ops import attention
@@ -214,3 +214,36 @@ def test_alibi_and_decay_keep_the_maximum_of_what_is_left(generator: torch.Gener
                 out = attention(q, k, v, kernel=Logs(), structure=structure, form=form, path=path)
                 want = v.repeat_interleave(2, 1)[:, :, -1]
                 assert_close(out[:, :, -1], want, 9, f"{form} {path} {structure}")
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Window(2, 0),
+        Window(2, None),
+        Window(2, 0) & Padding(lengths=torch.tensor([9, 12])),
+        Window(2, 1) & Padding(torch.tensor([[True] * 5 + [False] * 3 + [True] * 4, [False] * 4 + [True] * 8])),
+        Window(2, 0) & Documents(torch.tensor([0, 4, 10, 12])),
+        Window(2, 1) & Documents(torch.tensor([0, 4, 10, 12])),
+        Causal() & Documents(torch.tensor([0, 4, 10, 12])),
+        Documents(torch.tensor([0, 4, 10, 12])),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [200.0, 3e7])
+def test_a_large_key_out_of_sight_leaves_the_others_as_they_are(
+    size: float, structure: Structure, generator: torch.Generator
+):
+    """Rows that do not see it are what they are without it, also where nothing else would be left beside it."""
+    shape = cells.Shape(queries=12, keys=12)
+    q, k, v = (x.detach().float() for x in cells.inputs(shape, generator).qkv)
+    k[:, :, 4] = 0
+    lifted = k.clone()
+    lifted[:, :, 4] = size
+    one = (torch.arange(12) == 4).float().view(1, 1, 12, 1).expand(2, 2, 12, 1)
+    sees = reference_attention(q, k, one, Plain(), Sum(), structure)
+    for form, path in cells.CELLS:
+        if unsupported(Logs(), Sum(), merge(structure), form, path) is None:
+            run = (attention(q, x, v, kernel=Logs(), structure=structure, form=form, path=path) for x in (k, lifted))
+            without, out = (x.masked_fill(sees > 0, 0) for x in run)
+            assert_close(out, without, 12, f"{form} {path}")

@@ -200,3 +200,38 @@ def test_the_plan_and_the_refusals(generator: torch.Generator):
         Mixed(kernel, Taylor(2))
     with pytest.raises(InvalidArgument, match=r"log_ratio must be \[4\]"):
         attention(q, k, v, kernel=Mixed(Exp(), Elu(), log_ratio=torch.zeros(3)), structure=Causal())
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 8, 20])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_state_is_continued_with_its_own_window(padded: bool, window: int, generator: torch.Generator):
+    """One of another window keeps too few or too many keys beside its sums, unless neither window is full yet."""
+    q, k, v = (x.detach() for x in cells.inputs(SHAPE, generator).qkv)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[:, 1] = not padded
+
+    def run(a: int, b: int, window: int, state: State | None = None) -> tuple[Tensor, State]:
+        return attention(
+            q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], kernel=Mixed(Exp(), Taylor(2), window=window), path="features",
+            structure=Causal() & Padding(mask[:, a:b]), state=state, return_state=True,
+        )  # fmt: skip
+
+    _, state = run(0, 6, 3)
+    with pytest.raises(InvalidArgument, match=f"than the last {window}, this call's window: continue with"):
+        run(6, 9, window, state)
+    _, early = run(0, 2, 3)
+    if window >= 2:
+        whole, _ = run(0, 9, window)
+        assert_close(run(2, 9, window, early)[0], whole[:, :, 2:], 9)
+
+
+@pytest.mark.parametrize("kernel", [Mixed(Exp(), Taylor(2), window=3), Taylor(2), Exp()], ids=str)
+def test_states_of_another_kind_are_refused(kernel: Kernel, generator: torch.Generator):
+    q, k, v = (x.detach() for x in cells.inputs(SHAPE, generator).qkv)
+    mixed, plain = (
+        attention(q, k, v, kernel=k_, structure=Causal(), path="features", return_state=True)[1]
+        for k_ in (Mixed(Exp(), Taylor(2), window=3), Taylor(2))
+    )
+    wrong = plain if isinstance(kernel, Mixed) else mixed
+    with pytest.raises(InvalidArgument, match=f"CacheState, not a {type(wrong).__name__}"):
+        attention(q, k, v, kernel=kernel, structure=Causal(), state=wrong)

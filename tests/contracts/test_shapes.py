@@ -1,13 +1,18 @@
 """Head counts, dimensions and lengths: every form at shapes with which layouts go wrong."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.contracts import cells
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, Sum
+from mercer.core.random_features import PositiveRandomFeatures
 from mercer.core.reference import reference_attention
+from mercer.core.state import State
 from mercer.core.structures import Causal, merge
 from mercer.core.support import unsupported
 from mercer.ops import attention, plan
@@ -117,3 +122,26 @@ def test_strides_do_not_matter(form: str, path: str, generator: torch.Generator)
     )
     strided = attention(q, shared, v, kernel=kernel, structure=Causal(), form=form, path=path)
     assert_close(strided, plain, 6)
+
+
+@pytest.mark.parametrize("structure", cells.STRUCTURES)
+@pytest.mark.parametrize(
+    "kernel", [Exp(), Taylor(2), PositiveRandomFeatures(5), Mixed(Exp(), Elu(), window=2)], ids=str
+)
+def test_no_batch_rows(kernel: Kernel, structure: str, generator: torch.Generator):
+    """An empty batch gives empty rows, and an empty state that can be continued, wherever one of two rows works."""
+    shape = cells.Shape(batch=0)
+    given, laid = cells.inputs(shape, generator, kernel=kernel), cells.structures(shape, generator)[structure]
+    for form, path in cells.CELLS:
+        stateful = unsupported(kernel, Sum(), merge(laid.whole(shape)), form, path, None, True) is None
+        if unsupported(kernel, Sum(), merge(laid.whole(shape)), form, path) is not None:
+            continue
+        options: dict[str, Any] = {"kernel": kernel, "structure": laid.whole(shape), "form": form, "path": path}
+        out = attention(*given.qkv, **options)
+        assert list(out.shape) == [0, 4, 7, 2]
+        if out.requires_grad:
+            out.sum().backward()
+        if stateful:
+            _, state = attention(*given.qkv, **options, return_state=True)
+            assert state.batch == 0
+            attention(*given.qkv, **options, state=State.from_tensors(state.tensors()))

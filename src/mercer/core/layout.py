@@ -71,7 +71,7 @@ class Layout:
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """A key range that holds every key visible to queries ``start`` .. ``stop - 1`` (empty: (0, 0))."""
-        if stop <= start or not self.key_length:
+        if stop <= start or not self.key_length or not self.query_position.shape[0]:
             return 0, 0
         low, high = 0, self.key_length
         if self.offset is not None:

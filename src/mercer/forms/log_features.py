@@ -66,31 +66,50 @@ def _without_slopes(layout: Layout) -> Layout:
 
 
 def _highest(layout: Layout, before: Tensor) -> Tensor:
-    """The largest of ``before`` ``[B, H, Lk]`` among the keys a query may see, or more: ``[B, H, Lq]``."""
+    """The largest of ``before`` ``[B, H, Lk]`` among the keys that a query may see, ``[B, H, Lq]``.
+
+    Among exactly those: a larger one out of sight, under a window or in another document, would leave a row with
+    nothing but zeros.
+    """
     keys, queries = layout.key_length, layout.query_length
-    if not keys:
+    if not before.numel():
         return before.new_full((*before.shape[:2], queries), -torch.inf)
-    at = torch.arange(keys - queries, keys, device=before.device)
-    if layout.right is None:
+    if layout.left is None and layout.right is None and layout.key_document is None:
         return before.amax(-1, keepdim=True).expand(-1, -1, queries)
-    last = (at + layout.right).clamp(max=keys - 1)
-    if layout.left is not None and layout.offset is not None:
-        reach = layout.left + layout.right + 1  # sliding maximum: entry t is that of keys t - reach + 1 .. t
-        last = at + layout.right
-        padded = torch.nn.functional.pad(before, (reach - 1, max(0, int(last[-1]) + 1 - keys)), value=-torch.inf)
-        sliding = torch.nn.functional.max_pool1d(padded, reach, 1)
-        best = sliding[..., last.clamp(min=0)]
-    else:
-        best = _running(layout, before)[..., last.clamp(min=0)]
-    return best.masked_fill(last < 0, -torch.inf)
+    first, last = _reach(layout)
+    shape = (*before.shape[:2], queries)
+    if layout.left is None and layout.key_document is None:
+        at = last.clamp(min=0).unsqueeze(1).expand(shape)
+        return before.cummax(-1).values.gather(-1, at).masked_fill((last < 0).unsqueeze(1), -torch.inf)
+    longest = keys
+    if layout.offset is not None and layout.left is not None and layout.right is not None:
+        longest = min(keys, layout.left + layout.right + 1)
+    count = last - first + 1
+    best, width = before.new_full(shape, -torch.inf), 1
+    while width <= longest:  # ``before`` holds the largest of ``width`` neighbours; two such runs cover a reach
+        end = before.shape[-1] - 1
+        runs = (before.gather(-1, x.clamp(0, end).unsqueeze(1).expand(shape)) for x in (first, last + 1 - width))
+        here = (count >= width) & (count < 2 * width)
+        best = torch.where(here.unsqueeze(1), torch.maximum(*runs), best)
+        before = torch.maximum(before[..., :-width], before[..., width:])
+        width *= 2
+    return best
 
 
-def _running(layout: Layout, before: Tensor) -> Tensor:
-    """The running maximum, anew in each packed document."""
-    if layout.key_document is None:
-        return before.cummax(-1).values
-    lift = layout.key_document.double() * 1e6  # higher than any exponent, so that a new document starts above the old
-    return before.gather(-1, (before + lift).cummax(-1).indices)
+def _reach(layout: Layout) -> tuple[Tensor, Tensor]:
+    """The first and the last key that each query may see, ``[b, Lq]``; the last comes before the first if there is
+    none. Keys that are not there may stand between them.
+    """
+    document = 1 << 40  # more than any position
+    query, key = layout.query_position, layout.key_position
+    start = torch.zeros_like(query)
+    if layout.query_document is not None and layout.key_document is not None:
+        start = (layout.query_document * document).expand_as(query)
+        key = key + layout.key_document * document
+    first = start if layout.left is None else start + (query - layout.left).clamp(min=0)
+    stop = start + (document if layout.right is None else (query + layout.right + 1).clamp(min=0))
+    key = key.expand(query.shape[0], -1).contiguous()
+    return torch.searchsorted(key, first.contiguous()), torch.searchsorted(key, stop.contiguous()) - 1
 
 
 @dataclass(frozen=True)

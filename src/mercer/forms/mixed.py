@@ -66,7 +66,7 @@ def _by_features(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Ten
     cache = past = None
     if state is not None:
         assert isinstance(state, MixedState)
-        cache, past = _settled(state.near), state.far
+        cache, past = _settled(_checked_window(state.near, window)), state.far
     near = replace(
         call,
         kernel=kernel.near,
@@ -193,6 +193,17 @@ def _packed(call: Call, own: Tokens) -> _Packed | None:
         decay = Decay(log_rate=_take(decay.logs().unsqueeze(-1), order).squeeze(-1), complement=decay.complement)
     merged = replace(call.merged, padding=Padding(lengths=own.count), decay=decay)
     return _Packed(replace(call, merged=merged), order)
+
+
+def _checked_window(cache: CacheState, window: int) -> CacheState:
+    """Keys that another window keeps are neither in this one nor in the far state, or in both."""
+    kept = cache.keys.shape[2] if cache.valid is None else cache.valid.sum(1)
+    if bool((cache.length.clamp(max=window) != kept).any()):
+        raise InvalidArgument(
+            f"The state keeps other tokens beside its sums than the last {window}, this call's window: continue with "
+            "the window it was made under."
+        )
+    return cache
 
 
 def _settled(cache: CacheState) -> CacheState:

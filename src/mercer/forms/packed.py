@@ -32,6 +32,7 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
     sizes = [stop - start for start, stop in pairwise(bounds)]
     out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
     states: dict[int, State] = {}
+    after: State | None = None
     for members in _by_length(sizes).values():
         width = max(sizes[d] for d in members)
         device = call.query.device
@@ -40,7 +41,8 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
         steps = torch.arange(width, device=device)
         real = steps < lengths.unsqueeze(1)  # [N, width]
         index = (starts.unsqueeze(1) + steps).masked_fill(~real, 0).flatten()
-        entries = torch.tensor([b * len(sizes) + d for b in range(batch) for d in members], device=device)
+        rows = [b * len(sizes) + d for b in range(batch) for d in members]
+        entries = torch.tensor(rows, dtype=torch.int64, device=device)
         part = replace(
             call,
             query=_gather(call.query, index, len(members)),
@@ -50,8 +52,8 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
             merged=_merged(call.merged, Padding(mask=real.repeat(batch, 1)), index, len(members)),
             state=None if call.state is None else call.state.select(entries),
         )
-        rows, after = run(part)
-        flat = rows.unflatten(0, (batch, len(members))).transpose(1, 2).flatten(2, 3)  # [B, H, N width, Dv]
+        result, after = run(part)
+        flat = result.unflatten(0, (batch, len(members))).transpose(1, 2).flatten(2, 3)  # [B, H, N width, Dv]
         keep = real.flatten().nonzero().squeeze(-1)
         out = out.index_copy(2, index[keep], flat.index_select(2, keep))
         if after is not None:
@@ -61,7 +63,7 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
             }
     if not call.return_state:
         return out, None
-    return out, _stack([states[entry] for entry in range(batch * len(sizes))])
+    return out, _stack([states[entry] for entry in range(batch * len(sizes))]) if batch else after
 
 
 def _by_length(sizes: list[int]) -> dict[int, list[int]]:

@@ -83,7 +83,7 @@ def cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) -> 
     if call.merged.left is not None:  # what the next query can still see: the last `left` real tokens of every row
         if valid is None:
             first = max(0, total - call.merged.left)
-        else:
+        elif batch:
             behind = valid.flip(1).cumsum(1).flip(1)
             first = int((behind > call.merged.left).sum(1).min())
     if (
