@@ -8,6 +8,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.mixed import Mixed
@@ -252,13 +253,17 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         accumulator,
         query.element_size(),
         "cpu" if query.device.type == "meta" else query.device.type,
+        isinstance(cache, CacheState) and cache.valid is not None,
         torch.is_grad_enabled() and _wants_gradient(query, key, value, state, kernel),
     )
 
 
 def _wants_gradient(query: Tensor, key: Tensor, value: Tensor, state: State | None, kernel: Kernel) -> bool:
     """Whether a gradient of what comes before the normaliser is wanted; structures are asked elsewhere."""
-    if query.requires_grad or key.requires_grad or value.requires_grad:
+    given = (query, key, value)
+    if any(x.requires_grad for x in given):
+        return True
+    if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
         return True
     parts: list[object] = [*vars(kernel).values(), *kernel.tensors().values()]
     for past in (state.near, state.far) if isinstance(state, MixedState) else (state,):

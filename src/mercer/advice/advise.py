@@ -151,7 +151,7 @@ class _Question:
         item = self.dtype.itemsize
         sizes = Sizes(
             self.batch, self.heads, self.kv_heads, length, length, self.dim, self.value_dim,
-            past, max(item, 4), item, self.device, not stateful,
+            past, max(item, 4), item, self.device, trained=not stateful,
         )  # fmt: skip
         return choose(kernel, norm, merge(Causal()), sizes, stateful=stateful)
 

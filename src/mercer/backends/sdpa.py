@@ -26,7 +26,7 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
     if merged.left is not None or merged.weighted or merged.padding is not None or merged.documents is not None:
         return False
     keys = sizes.key_length + sizes.past_length
-    if not keys or not sizes.query_length:
+    if not keys or not sizes.query_length or sizes.holes:
         return False
     return merged.right is None or (merged.right == 0 and (sizes.query_length == 1 or sizes.query_length == keys))
 

@@ -37,6 +37,7 @@ class Sizes:
     itemsize: int = 4  # of the accumulators
     cache_itemsize: int = 4  # of keys and values as they came
     device: str = "cpu"
+    holes: bool = False  # whether the cache also holds keys that are not there (padding)
     trained: bool = False  # whether a gradient is wanted of queries, keys, values, the state or the kernel
 
 
