@@ -97,9 +97,18 @@ def choose(
 
     def way(path: str) -> _Way:
         """The form and backend that a path would run in."""
-        chosen, why_form = _form(sizes, [f for f, p in possible if p == path], path, form)
-        found, seconds, why_backend = _backend(call, chosen, path, backend)
-        return _Way(chosen, path, found, seconds, f"{why_form}{why_backend}")
+        found: list[_Way] = []
+        refused: Unsupported | None = None
+        for name, why_form in _forms(sizes, [f for f, p in possible if p == path], path, form).items():
+            try:
+                used, seconds, why_backend = _backend(call, name, path, backend)
+            except Unsupported as error:
+                refused = error
+                continue
+            found.append(_Way(name, path, used, seconds, f"{why_form}{why_backend}"))
+        if refused is not None and not found:
+            raise refused
+        return min(found, key=lambda one: one.seconds)
 
     ways: list[_Way] = []
     missing: list[Unsupported] = []
@@ -169,16 +178,19 @@ def _path(ways: list[_Way], stateful: bool, asked: str) -> tuple[_Way, str]:
     return chosen, f"Features take about {duration(features.seconds)}, pairs {duration(pairs.seconds)}."
 
 
-def _form(sizes: Sizes, possible: list[str], path: str, asked: str) -> tuple[str, str]:
+def _forms(sizes: Sizes, possible: list[str], path: str, asked: str) -> dict[str, str]:
+    """The forms that come into question, and why each of them would."""
     if asked != "auto":
-        return asked, f"Form {asked}, as asked."
+        return {asked: f"Form {asked}, as asked."}
     if path == "features":
         if sizes.query_length <= 1 and sizes.key_length <= 1 and "recurrent" in possible:
-            return "recurrent", "One token: a step of the state."
-        return "chunked", "Chunks carry the state: memory linear in the length."
-    if "dense" in possible and sizes.query_length * (sizes.key_length + sizes.past_length) <= DENSE_PAIRS:
-        return "dense", "So few pairs that the whole matrix is cheapest."
-    return "chunked", "Tiles: memory linear in the length."
+            return {"recurrent": "One token: a step of the state."}
+        return {"chunked": "Chunks carry the state: memory linear in the length."}
+    few = "dense" in possible and sizes.query_length * (sizes.key_length + sizes.past_length) <= DENSE_PAIRS
+    dense = {"dense": "So few pairs that the whole matrix is cheapest."} if few else {}
+    if few and sizes.trained:  # the one form that has second derivatives
+        return dense
+    return dense | {"chunked": "Tiles: memory linear in the length."}
 
 
 def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, float, str]:

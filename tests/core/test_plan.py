@@ -14,7 +14,7 @@ from mercer.core.layout import layout, tokens
 from mercer.core.normalizers import L2, Normalizer, Sum
 from mercer.core.random_features import PositiveRandomFeatures
 from mercer.core.state import CacheState, FeatureState
-from mercer.core.structures import Alibi, Causal, Full, Structure, Window, merge
+from mercer.core.structures import Alibi, Causal, Full, Padding, Structure, Window, merge
 from mercer.core.support import Sizes, unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.ops import attention, plan
@@ -91,7 +91,8 @@ def test_what_auto_chooses():
         found = plan(x, x, x, **options)
         return found.form, found.path
 
-    assert chosen(8, structure=Causal()) == ("dense", "pairs")
+    assert chosen(8, kernel=Taylor(2), structure=Window.last(4)) == ("dense", "pairs")
+    assert chosen(8, structure=Causal()) == ("chunked", "pairs")  # torch's fused attention, at any length
     assert chosen(4096, structure=Causal()) == ("chunked", "pairs")
     assert chosen(1, kernel=Elu(), structure=Causal(), return_state=True) == ("recurrent", "features")
     assert chosen(4096, kernel=Taylor(2), structure=Causal()) == ("chunked", "features")
@@ -99,6 +100,43 @@ def test_what_auto_chooses():
     assert chosen(4096, kernel=Elu(), structure=Window.last(9)) == ("chunked", "pairs")
     assert chosen(4096, kernel=Elu(), form="dense") == ("dense", "pairs")
     assert chosen(4096, kernel=Elu(), path="pairs")[1] == "pairs"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in torch.func.jvp
+def test_what_wants_derivatives_of_few_pairs_is_dense():
+    """Fused attention has first derivatives in reverse mode only."""
+    x = torch.randn(1, 2, 8, 16)
+    assert plan(x, x, x, structure=Causal()).backend == "sdpa"
+    assert plan(x.clone().requires_grad_(), x, x, structure=Causal()).form == "dense"
+
+    def out(query: torch.Tensor) -> torch.Tensor:
+        return attention(query, x, x, structure=Causal())
+
+    _, slope = torch.func.jvp(out, (x,), (torch.ones_like(x),))
+    step = 1e-3 * torch.ones_like(x)
+    torch.testing.assert_close(slope, (out(x + step) - out(x - step)) / 2e-3, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("length", [6, 5000])
+def test_a_cache_with_holes_is_not_for_fused_attention(length: int):
+    """A padded context leaves keys that are not there in its cache; the next token must not see them."""
+    x = torch.randn(2, 1, length, 4)
+    lengths = torch.tensor([length, length - 3])
+    _, state = attention(x, x, x, structure=Causal() & Padding(lengths=lengths), return_state=True)
+    token = torch.randn(2, 1, 1, 4)
+    assert plan(token, token, token, structure=Causal(), state=state).backend == "torch"
+    with pytest.raises(Unsupported, match="sdpa backend does not compute"):
+        plan(token, token, token, structure=Causal(), state=state, backend="sdpa")
+    out = attention(token, token, token, structure=Causal(), state=state)
+    _, alone = attention(*(x[1:, :, : length - 3],) * 3, structure=Causal(), return_state=True)
+    torch.testing.assert_close(out[1:], attention(*(token[1:],) * 3, structure=Causal(), state=alone))
+
+
+def test_an_asked_backend_decides_the_form():
+    x = torch.empty(1, 2, 8, 16, device="meta")
+    assert plan(x, x, x, structure=Causal(), backend="sdpa").form == "chunked"
+    with pytest.raises(Unsupported, match="numba backend does not compute"):
+        plan(x, x, x, kernel=Taylor(2), structure=Window.last(4), backend="numba")
 
 
 def test_a_state_decides_the_path():

@@ -54,7 +54,7 @@ def test_one_token_at_a_time_equals_all_at_once(variant):
         for t in range(5, 12):
             logits, states = model(tokens[:, t : t + 1], states=states, return_states=True)
             parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=2e-5)
     assert all(state.length.tolist() == [12, 12] for state in states)
 
 

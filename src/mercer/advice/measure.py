@@ -23,7 +23,7 @@ from mercer.ops import attention
 from mercer.runtime.environment import processor
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "half": torch.bfloat16}
-LEAST_REPEATS, MOST_REPEATS, BUDGET = 3, 15, 0.02
+LEAST_REPEATS, MOST_REPEATS, BUDGET = 3, 40, 0.04
 """A call is timed this often at least and at most, and no further once it took this many seconds together. The least
 time counts: what else a machine does only ever adds."""
 COPIED = 2**26
