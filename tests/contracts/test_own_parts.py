@@ -9,7 +9,7 @@ from tests.contracts import cells
 from tests.tolerance import assert_close
 from torch import Tensor
 
-from mercer.core.kernels import Exp, Kernel, Taylor
+from mercer.core.kernels import Elu, Exp, Kernel, Taylor
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.reference import reference_attention, reference_state
 from mercer.core.state import FeatureState
@@ -168,6 +168,91 @@ def test_their_states_continue(generator: torch.Generator):
     assert_close(state.features, features, SHAPE.keys)
     assert state.mass is not None
     assert_close(state.mass, mass, SHAPE.keys)
+
+
+class Softer(Elu):
+    """Elu's settings with another map."""
+
+    def map_query(self, query: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(2 * query)
+
+
+class OneAndSquare(Taylor):
+    """K = 1 + s^2: another profile and other features than Taylor's."""
+
+    def profile(self, score: Tensor) -> Tensor:
+        return 1 + score * score
+
+    def feature_dim(self, dim: int) -> int:
+        return 1 + dim * dim
+
+    def features(self, mapped: Tensor) -> Tensor:
+        square = (mapped.unsqueeze(-1) * mapped.unsqueeze(-2)).flatten(-2)
+        return torch.cat((torch.ones_like(mapped[..., :1]), square), -1)
+
+
+class Cool(Exp):
+    """K = exp(s / 2), said as another profile."""
+
+    def profile(self, score: Tensor) -> Tensor:
+        return (score / 2).exp()
+
+
+class OverOneMore(Normalizer):
+    """o = u / (d + 1)."""
+
+    needs_denominator: ClassVar[bool] = True
+
+    def apply(self, numerator: Tensor, denominator: Tensor | None) -> Tensor:
+        assert denominator is not None
+        return numerator / (denominator + 1).unsqueeze(-1)
+
+
+class PlusOne(OverOneMore, Sum):
+    """The same, as a change of Sum."""
+
+    scale_invariant: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("normalizer", [Sum(), PlusOne()], ids=["Sum", "PlusOne"])
+@pytest.mark.parametrize("kernel", [Elu(), Exp(), Softer(), OneAndSquare(2), Cool()], ids=lambda k: type(k).__name__)
+def test_a_subclass_is_not_taken_for_its_base(kernel: Kernel, normalizer: Normalizer, generator: torch.Generator):
+    """Whatever backend serves it: a class that replaces a part of another is computed from what it says itself."""
+
+    class Bare(Kernel):
+        positive = True
+
+        def default_scale(self, dim: int) -> float:
+            return kernel.default_scale(dim)
+
+        def profile(self, score: Tensor) -> Tensor:
+            return kernel.profile(score)
+
+        def map_query(self, query: Tensor) -> Tensor:
+            return kernel.map_query(query)
+
+        def map_key(self, key: Tensor) -> Tensor:
+            return kernel.map_key(key)
+
+    shape = cells.Shape(queries=20, keys=20, dim=16, value_dim=16)
+    given = cells.inputs(shape, generator)
+    literal = OverOneMore() if isinstance(normalizer, PlusOne) else normalizer
+    expected = reference_attention(*given.qkv, Bare(), literal, Causal())
+    wanted = cells.gradients(expected, given.cotangent, list(given.qkv))
+    q, k, v = (x.detach().float().requires_grad_() for x in given.qkv)
+    for form, path in cells.CELLS:
+        for backend in ("torch", "numba", "sdpa"):
+            options = {"kernel": kernel, "normalizer": normalizer, "structure": Causal(), "form": form, "path": path}
+            try:
+                out = attention(q, k, v, **options, backend=backend)
+            except Unsupported:
+                assert backend != "torch" or path == "features"
+                continue
+            assert_close(out, expected, shape.keys, f"{form} {path} {backend}")
+            for name, have, want in zip(
+                "qkv", cells.gradients(out, given.cotangent.float(), [q, k, v]), wanted, strict=True
+            ):
+                assert_close(have, want, 4 * shape.keys, f"{form} {path} {backend}: gradient of {name}")
 
 
 def test_features_of_a_kernel_without_any():

@@ -30,7 +30,7 @@ LEAST_PAIRS = 1 << 20
 def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
     """Whether the kernels compute this combination: plain causal self-attention, in float32 sums, on the CPU."""
     return (
-        isinstance(kernel, Exp)
+        type(kernel) is Exp
         and normalizer.scale_invariant
         and normalizer.takes_divided_rows
         and merged.causal

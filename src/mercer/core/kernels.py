@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -113,6 +113,16 @@ class Kernel(ABC):
         """What a feature state must have been made by to be continued by this kernel at this scale."""
         return str(self)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """What is said of a map or a profile is not inherited by a class that replaces the map or the profile."""
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        for replaced, said in _SAID_OF.items():
+            if replaced in own:
+                for name in said:
+                    if name not in own:
+                        setattr(cls, name, vars(Kernel)[name])
+
     learned: ClassVar[bool] = False
     """Whether :meth:`tensors` are parameters to train; otherwise they are buffers."""
 
@@ -134,6 +144,18 @@ class Kernel(ABC):
 
     def check(self, dim: int, query_heads: int, key_heads: int) -> None:  # noqa: B027  (most kernels serve all)
         """Raise :class:`~mercer.InvalidArgument` if this kernel cannot serve such heads (unbound, other sizes)."""
+
+
+_SAID_OF = {
+    "profile": ("exponential", "derivative", "profile_and_derivative", "polynomial"),
+    "features": ("polynomial",),
+    "derivative": ("profile_and_derivative",),
+    "map_query": ("fused_map",),
+    "map_key": ("fused_map",),
+    "scaled_query": ("fused_map",),
+    "scaled_key": ("fused_map",),
+}
+"""What a kernel's other members say of each one that a class may define."""
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _fused(
         state=state.features if given else None,
         mass_state=state.mass if given else None,
         mass=state.mass is not None,
-        divide=isinstance(call.normalizer, Sum) and not call.unnormalized,
+        divide=type(call.normalizer) is Sum and not call.unnormalized,
     )
     return out, denominator, Sums(final, mass)
 

@@ -43,7 +43,7 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
         else:
             form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
             numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.normalizer.needs_denominator)
-    if call.backend != "torch" and call.normalizer.needs_denominator and not isinstance(call.normalizer, Sum):
+    if call.backend != "torch" and call.normalizer.needs_denominator and type(call.normalizer) is not Sum:
         denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
     after = cache(call, own, view, key, value) if call.return_state else None
     return Rows(numerator, denominator, peak if row_factor is None else row_factor, after)
