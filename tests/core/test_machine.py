@@ -82,11 +82,11 @@ def test_a_mixed_row_is_its_two_parts():
     assert [p.way for p in parts(kernel, CAUSAL, SIZES, "dense", "pairs", "torch", True, False)] == ["dense", "dense"]
 
 
-def test_log_features_take_more_operators_and_passes():
+def test_log_features_take_more_calls_and_passes():
     favor = PositiveRandomFeatures(32)
     scan, logs = parts(favor, CAUSAL, SIZES, "chunked", "features", "numba", True, False)
     assert (scan.way, scan.work.entries) == ("fused_scan", 4 * 2 * 128 * (4 + 2) * 32)
-    assert logs == Part("step", Work(0, 50, 0, 0, 0), 4)
+    assert logs == Part("step", Work(1.5, 0, 0, 0, 0), 4)
 
 
 def made(**costs: Cost) -> Machine:

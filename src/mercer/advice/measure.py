@@ -60,7 +60,7 @@ TRIALS: dict[str, tuple[tuple[str, str, str], tuple[Trial, ...]]] = {
     ),
     "sdpa": (("chunked", "pairs", "sdpa"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
     "fused_causal": (("chunked", "pairs", "numba"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
-    "cache": (("dense", "pairs", "torch"), (Trial(Exp(), 1, 16, 1, past=8), Trial(Exp(), 1, 64, past=64))),
+    "cache": (("chunked", "pairs", "sdpa"), (Trial(Exp(), 1, 16, 1, past=8), Trial(Exp(), 1, 64, past=64))),
     "scan": (
         ("chunked", "features", "torch"),
         (Trial(Elu(), 8, 16, 1), Trial(Elu(), 512, 64), Trial(Taylor(2), 256, 16), Trial(Taylor(2), 128, 64)),
@@ -133,8 +133,8 @@ class _Session:
         with torch.no_grad():
             times = [self.best(self.run(trial, choice, dtype)) for trial in trials]
         if way == "cache":  # what a step with a cache takes beyond its row of pairs and beyond moving the bytes
-            moved = [sum(self.work(t, choice, dtype, w).bytes for w in ("dense", way)) for t in trials]
-            rest = [t - done["dense"].call - b / self.basis.bandwidth for t, b in zip(times, moved, strict=True)]
+            moved = [sum(self.work(t, choice, dtype, w).bytes for w in ("sdpa", way)) for t in trials]
+            rest = [t - done["sdpa"].call - b / self.basis.bandwidth for t, b in zip(times, moved, strict=True)]
             return Cost(max(sum(rest) / len(rest), 0.0), 0.0, peak, 1.0)
         works = [self.work(trial, choice, dtype, way) for trial in trials]
         call, item, rate = fit(times, works, self.basis, peak)

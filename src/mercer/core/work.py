@@ -39,8 +39,8 @@ STEP_OPERATORS = 4
 LOG_PASSES = 4
 """An entry whose logarithm is kept is made in about four times the passes of any other: maxima, their differences, and
 the exponential of each side."""
-LOG_OPERATORS = 50
-"""And its maxima, sums and differences are about that many operators, counted as those of a step."""
+LOG_CALLS = 1.5
+"""And its maxima, sums and differences take about that many calls of a step."""
 MIXED_CALLS = 2
 """The near part of a mixed row, and the joining of both."""
 STEP_PASSES, FIRST_PASSES = 3, 4
@@ -53,14 +53,14 @@ class Work:
     """Counts of one way.
 
     Attributes:
-        calls: how often it is called.
+        calls: how often it is called; not a whole number where operators beside it are counted in calls.
         items: things that are no products; which, the table above says.
         entries: entries of mapped or expanded queries and keys that torch's elementwise operators make.
         flops: floating-point operations of products.
         bytes: what is moved: queries, keys, values, outputs; caches that are copied; states.
     """
 
-    calls: int
+    calls: float
     items: int
     entries: int
     flops: int
@@ -102,7 +102,7 @@ def parts(
     """
     heads = sizes.batch * sizes.key_heads
     if not isinstance(kernel, Mixed):
-        logs = [Part("step", Work(0, LOG_OPERATORS, 0, 0, 0), heads)] if kernel.log_features else []
+        logs = [Part("step", Work(LOG_CALLS, 0, 0, 0, 0), heads)] if kernel.log_features else []
         way = way_of(kernel, form, path, backend)
         if path == "features":
             return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads), *logs]
