@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from mercer.core.denominators import SigmoidGate
+from mercer.core.feature_variance import feature_variance
 from mercer.core.kernels import Elu, Exp, Taylor
-from mercer.core.normalizers import L2, RMS, Identity
+from mercer.core.learned_maps import Hedgehog, matching_loss
+from mercer.core.mixed import Mixed
+from mercer.core.normalizers import L2, RMS, Identity, Standardize
+from mercer.core.random_features import PositiveRandomFeatures
 from mercer.core.state import CacheState, FeatureState, State
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window, merge
 from mercer.errors import InvalidArgument, NonFinite, Unsupported
@@ -253,3 +258,45 @@ def test_messages_name_tensors_without_printing_them():
         refused("The sdpa backend does not compute", normalizer=norm, form="dense", backend="sdpa", error=Unsupported)
     assert str(Causal() & Alibi(torch.ones(4)) & Decay(torch.ones(4))) == "Causal() & Alibi(slopes) & Decay(per head)"
     assert str(Padding(lengths=torch.tensor([1])) & Window(2, None)) == "Padding(lengths) & Window(left=2, right=None)"
+
+
+def test_numbers_where_tensors_are_meant():
+    """Each says that a tensor is wanted, when the part is made or at the latest in the call."""
+    taken: list[tuple[Any, str]] = [
+        (lambda: Mixed(Exp(), Elu(), log_ratio=2.0), "log_ratio must be a tensor"),
+        (lambda: SigmoidGate(0.5), "gate must be a tensor"),
+        (lambda: SigmoidGate(inner=None), "inner must be a normaliser"),
+        (lambda: attention(*GOOD, normalizer=L2(2.0)), "gain must be a tensor"),
+        (lambda: attention(*GOOD, normalizer=Standardize(bias=2.0)), "bias must be a tensor"),
+        (lambda: PositiveRandomFeatures(2, directions=torch.ones(2, 3, dtype=torch.int64)), "of floats"),
+        (lambda: attention(*GOOD, kernel=Hedgehog(weights={"query_weight": 3.0})), "query_weight must be"),
+    ]
+    for make, match in taken:
+        with pytest.raises(InvalidArgument, match=match):
+            make()
+
+
+def test_tensors_of_a_kernel_by_wrong_names():
+    kernel = Mixed(Exp(), PositiveRandomFeatures(4).bind(3, 1, 1))
+    for names in ({}, {"directions": x(4, 3)}, {"far_directions": x(4, 3), "other": x(1)}):
+        with pytest.raises(InvalidArgument, match="has the tensors"):
+            kernel.with_tensors(names)
+    assert kernel.with_tensors({"far_directions": x(4, 3), "log_ratio": x(1)}).log_ratio is not None
+    half = Mixed(Exp(), Hedgehog(), log_ratio=x(1))
+    assert half.with_tensors({"log_ratio": x(1) + 1}).far == Hedgehog()
+
+
+def test_shapes_beside_attention():
+    with pytest.raises(InvalidArgument, match="3 query heads cannot share 2 key heads"):
+        matching_loss(Hedgehog().bind(4, 3, 2), x(1, 3, 5, 4), x(1, 2, 5, 4))
+    for query, key in ((x(3, 4), x(2, 4)), (x(3, 4), x(3, 5)), (x(3, 0), x(3, 0)), (x(), x(3))):
+        with pytest.raises(InvalidArgument, match="with the same D of 1 or more"):
+            feature_variance(PositiveRandomFeatures(8), query, key)
+    assert feature_variance(PositiveRandomFeatures(8), x(3, 1, 4), x(2, 4)).shape == (3, 2)
+
+
+def test_a_state_whose_name_is_no_text():
+    wrong = {"features": x(1, 1, 3, 2), "length": x(1).long(), "log_decay": x(1, 1).double()}
+    for name in (torch.tensor([255, 254], dtype=torch.uint8), torch.ones(3), torch.tensor([300])):
+        with pytest.raises(InvalidArgument, match="the bytes of a name in UTF-8"):
+            State.from_tensors(wrong | {"kernel": name})

@@ -1,13 +1,17 @@
 """Names of attentions: a closed registry, both ways."""
 
+from typing import Any
+
 import pytest
+import torch
 from tests.contracts import cells
 
+from mercer.core.denominators import Clamped, SigmoidGate
 from mercer.core.feature_maps import ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Relu, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.names import ALIASES, KERNELS, NORMALIZERS, attention_name, parse_attention
-from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Sum
+from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.errors import InvalidArgument
 
@@ -92,6 +96,11 @@ def test_what_names_mean(name: str, kernel: Kernel, normalizer: type[Normalizer]
         "favor0-sum",
         "favor8-signed-sum",
         "hedgehog4-sum",
+        "taylor02-sum",
+        "taylor\u0663-sum",
+        "taylor1000000000-sum",
+        "exp@064:taylor2-sum",
+        "taylor" + "9" * 5000 + "-sum",
     ],
 )
 def test_unknown_names_are_refused_with_what_is_allowed(name: str):
@@ -133,3 +142,26 @@ def test_parts_without_a_name():
 
     with pytest.raises(InvalidArgument, match="no registered name"):
         attention_name(Own(), Sum())
+
+
+@pytest.mark.parametrize("name", [None, 3, ["softmax"], b"softmax"])
+def test_a_name_is_a_string(name: Any):
+    with pytest.raises(InvalidArgument, match="Unknown attention"):
+        parse_attention(name)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        L2(torch.ones(3)),
+        RMS(torch.ones(3)),
+        Standardize(bias=torch.ones(3)),
+        SigmoidGate(torch.ones(1, 1, 1)),
+        SigmoidGate(inner=Sum()),
+        Clamped(2.0),
+    ],
+    ids=str,
+)
+def test_normalisers_with_what_no_name_carries_are_refused(normalizer: Normalizer):
+    with pytest.raises(InvalidArgument, match="no registered name"):
+        attention_name(Exp(), normalizer)

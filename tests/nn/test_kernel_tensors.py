@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from mercer.core.feature_maps import Dpfp
 from mercer.core.kernels import Elu, Exp, Kernel
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.mixed import Mixed
@@ -187,3 +188,25 @@ def test_layers_of_one_bound_kernel_do_not_share_it():
     assert not torch.equal(one.kernel_tensors.query_weight, two.kernel_tensors.query_weight)
     assert kernel.weights is not None
     assert torch.equal(kernel.weights["query_weight"], two.kernel_tensors.query_weight)
+
+
+def test_a_seed_that_cannot_be_saved_changes_nothing():
+    made = layer(Mixed(Exp(), PositiveRandomFeatures(12), window=3))
+    before = {name: t.clone() for name, t in made.state_dict().items()}
+    for seed in (2**63, 2**64, -1):
+        with pytest.raises(InvalidArgument):
+            made.redraw(seed)
+    assert all(torch.equal(t, before[name]) for name, t in made.state_dict().items())
+
+
+def test_a_layer_of_a_kernel_whose_tensor_was_computed_is_copied():
+    """A copy of a module copies what it holds, and torch copies no tensor with a graph behind it."""
+    ratio = torch.ones(4, requires_grad=True) * 2
+    made = layer(Mixed(Exp(), Elu(), window=3, log_ratio=ratio))
+    x = torch.randn(2, 5, 8)
+    assert torch.equal(copy.deepcopy(made)(x), made(x))
+
+
+def test_a_kernel_that_cannot_serve_the_heads_is_refused_when_the_layer_is_made():
+    with pytest.raises(InvalidArgument, match="nu must be at most 2 D - 1 = 3"):
+        layer(Dpfp(9))

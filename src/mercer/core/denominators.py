@@ -102,6 +102,12 @@ class SigmoidGate(Normalizer):
     gate: Tensor | None = None
     inner: Normalizer = field(default_factory=Identity)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Normalizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"SigmoidGate: inner must be a normaliser such as Sum(), not {self.inner!r}.")
+        if self.gate is not None and not isinstance(self.gate, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"SigmoidGate: gate must be a tensor [B, Hq, L] or with Dv, not {self.gate!r}.")
+
     def __str__(self) -> str:
         return "SigmoidGate(gate)" if isinstance(self.inner, Identity) else f"SigmoidGate(gate, {self.inner})"
 

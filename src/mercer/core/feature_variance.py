@@ -93,7 +93,13 @@ def _pairs(
     """The kernel, log c and |s|^2 of every pair, and D."""
     if not isinstance(kernel, PositiveRandomFeatures | TrigonometricRandomFeatures):
         raise InvalidArgument(f"Only random features have a mean and a variance over their drawing; {kernel} has none.")
-    dim = query.shape[-1]
+    dim, pairs = query.shape[-1] if query.dim() else 0, zip(query.shape[::-1], key.shape[::-1], strict=False)
+    if not dim or key.shape[-1:] != (dim,) or any(a != b and 1 not in (a, b) for a, b in pairs):
+        raise InvalidArgument(
+            f"query and key must be [..., D] with the same D of 1 or more, and broadcast otherwise, not "
+            f"{list(query.shape)} and {list(key.shape)}."
+        )
+    kernel.check(dim, 1, 1)
     factor = kernel.default_scale(dim) if scale is None else scale
     a, b = (_shrunk(kernel, x.double(), factor) for x in (query, key))
     half = (a.square().sum(-1) + b.square().sum(-1)) / 2

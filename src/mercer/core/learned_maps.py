@@ -75,12 +75,12 @@ class LearnedMap(CarryingKernel, LinearKernel):
                 "and the numbers of query and key heads."
             )
         for name, shape in self._expected(dim, query_heads, key_heads).items():
-            found = self.weights.get(name)
-            if found is None or tuple(found.shape) != shape:
+            found: object = self.weights.get(name)
+            if not isinstance(found, Tensor) or tuple(found.shape) != shape:
+                given = list(found.shape) if isinstance(found, Tensor) else found
                 raise InvalidArgument(
                     f"{type(self).__name__}: {name} must be {list(shape)} for head dimension {dim}, {query_heads} "
-                    f"query and {key_heads} key heads, not {None if found is None else list(found.shape)}; bind a "
-                    "kernel for these heads."
+                    f"query and {key_heads} key heads, not {given}; bind a kernel for these heads."
                 )
 
     def map_query(self, query: Tensor) -> Tensor:
@@ -195,7 +195,11 @@ def matching_loss(
 
     Source: Zhang et al. 2024, arXiv 2402.04347.
     """
-    dim, groups = query.shape[-1], query.shape[1] // key.shape[1]
+    dim, groups = query.shape[-1], query.shape[1] // max(key.shape[1], 1)
+    if query.shape[1] != groups * key.shape[1]:
+        raise InvalidArgument(
+            f"matching_loss: {query.shape[1]} query heads cannot share {key.shape[1]} key heads: Hk must divide Hq."
+        )
     if not kernel.positive or kernel.feature_dim(dim) is None:
         raise InvalidArgument(f"matching_loss needs a positive kernel with finitely many features, not {kernel}.")
     if causal and query.shape[2] != key.shape[2]:

@@ -47,6 +47,9 @@ class Mixed(CarryingKernel):
             if not isinstance(part, Kernel) or isinstance(part, Mixed):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InvalidArgument(f"Mixed: {name} must be a kernel that is not itself Mixed, not {part!r}.")
 
+        if self.log_ratio is not None and not isinstance(self.log_ratio, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"Mixed: log_ratio must be a tensor [Hq] or None, not {self.log_ratio!r}.")
+
     @property
     def positive(self) -> bool:
         return self.near.positive and self.far.positive
@@ -88,9 +91,14 @@ class Mixed(CarryingKernel):
         return named if self.log_ratio is None else named | {"log_ratio": self.log_ratio}
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
+        wanted = set(self.tensors()) | ({"log_ratio"} & set(tensors))
+        if set(tensors) != wanted:
+            raise InvalidArgument(f"{self} has the tensors {sorted(wanted)}, not {sorted(tensors)}.")
+
         def part(name: str) -> Kernel:
             own: Kernel = getattr(self, name)
-            return own.with_tensors({n: tensors[f"{name}_{n}"] for n in own.tensors()})
+            held = {n: tensors[f"{name}_{n}"] for n in own.tensors()}
+            return own.with_tensors(held) if held else own  # one that is not bound yet has none to replace
 
         return replace(self, near=part("near"), far=part("far"), log_ratio=tensors.get("log_ratio"))
 

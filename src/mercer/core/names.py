@@ -58,6 +58,7 @@ NORMALIZERS: dict[str, type[Normalizer]] = {
 ALIASES = {"softmax": "exp-sum", "linear": "elu-sum"}
 _NUMBERED = ("taylor", "power", "favor", "hyperbolic", "trig", "rfa", "dpfp", "mlp", "learnedrelu")
 _SIGNED = ("taylor", "power", "cosine", "trig", "rfa")
+_NUMBER = "0|[1-9][0-9]{0,8}"  # written in one way only, so that a name comes back as it was
 _SETTINGS: dict[str, dict[str, Any]] = {"hyperbolic": {"hyperbolic": True}, "rfa": {"unit": True}}
 """What a word says beyond its class. (The number of "mlp" is also that of its hidden units.)"""
 
@@ -70,8 +71,8 @@ def parse_attention(name: str) -> tuple[Kernel, Normalizer]:
     Raises:
         InvalidArgument: for an unknown name; the message lists what is allowed.
     """
-    text, _, ending = ALIASES.get(name, name).rpartition("-")
-    mixed = re.fullmatch(r"([^@:]+)@(\d+):([^@:]+)", text)
+    text, _, ending = ALIASES.get(name, name).rpartition("-") if isinstance(name, str) else ("", "", "")  # pyright: ignore[reportUnnecessaryIsInstance]
+    mixed = re.fullmatch(rf"([^@:]+)@({_NUMBER}):([^@:]+)", text)
     kernels = [_parse_kernel(part) for part in (mixed.group(1, 3) if mixed else (text,))]
     if ending in NORMALIZERS and kernels[0] is not None and kernels[-1] is not None:
         kernel = Mixed(kernels[0], kernels[1], int(mixed[2])) if mixed and kernels[1] is not None else kernels[0]
@@ -92,7 +93,10 @@ def attention_name(kernel: Kernel, normalizer: Normalizer) -> str:
     """
     endings = {cls: word for word, cls in NORMALIZERS.items()}
     plain = not isinstance(normalizer, Clamped) or normalizer == Clamped()
-    plain = plain and (not isinstance(normalizer, SigmoidGate) or normalizer.inner == Identity())
+    if isinstance(normalizer, SigmoidGate):
+        plain = normalizer.gate is None and normalizer.inner == Identity()
+    elif isinstance(normalizer, L2 | RMS | Standardize):
+        plain = all(tensor is None for tensor in vars(normalizer).values())
     if type(normalizer) not in endings or not plain:
         raise InvalidArgument(f"{kernel} with {normalizer} has no registered name.")
     name = f"{_kernel_name(kernel)}-{endings[type(normalizer)]}"
@@ -116,7 +120,7 @@ def _kernel_name(kernel: Kernel) -> str:
 
 
 def _parse_kernel(text: str) -> Kernel | None:
-    match = re.fullmatch(r"([a-z]+)(\d+)?(-signed)?", text)
+    match = re.fullmatch(rf"([a-z]+)({_NUMBER})?(-signed)?", text)
     if match is None:
         return None
     word, number, signed = match.groups()

@@ -240,6 +240,8 @@ def _with_gain(out: Tensor, gain: Tensor | None) -> Tensor:
 def _per_head(x: Tensor, what: str, out: Tensor) -> Tensor:
     """A tensor of heads, or of heads and channels, in the shape and dtype to combine with ``[B, Hq, L, Dv]``."""
     heads, dim = out.shape[1], out.shape[-1]
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"{what} must be a tensor [{heads}] or [{heads}, {dim}], not {x!r}.")
     if x.shape == (heads,):
         return x.view(heads, 1, 1).to(out.dtype)
     if x.shape == (heads, dim):

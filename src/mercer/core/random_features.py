@@ -97,12 +97,14 @@ class RandomFeatures(CarryingKernel):
             raise InvalidArgument(f"{name}: norms must be 'chi' or 'sqrt', not {self.norms!r}.")
         if self.directions is not None and (
             not isinstance(self.directions, Tensor)  # pyright: ignore[reportUnnecessaryIsInstance]
+            or not self.directions.is_floating_point()
             or self.directions.dim() != 2
             or self.directions.shape[0] != self.direction_count
         ):
             given = list(self.directions.shape) if isinstance(self.directions, Tensor) else self.directions  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(
-                f"{name}: directions must be a tensor [{self.direction_count}, D], one row per direction, not {given}."
+                f"{name}: directions must be a tensor [{self.direction_count}, D] of floats, one row per direction, "
+                f"not {given}."
             )
 
     @property

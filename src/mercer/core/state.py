@@ -59,7 +59,10 @@ class State(ABC):
         optional = {"mass": None} if kind is FeatureState else {}
         values: dict[str, Any] = optional | tensors
         if "kernel" in values:
-            values["kernel"] = bytes(values["kernel"].tolist()).decode()
+            try:
+                values["kernel"] = bytes(values["kernel"].tolist()).decode()
+            except (TypeError, ValueError) as error:
+                raise InvalidArgument("The tensor 'kernel' of a state holds the bytes of a name in UTF-8.") from error
         if set(values) - names:
             raise InvalidArgument(f"A {kind.__name__} has no tensors {sorted(set(values) - names)}.")
         needed = {f.name for f in fields(kind) if f.default is MISSING}

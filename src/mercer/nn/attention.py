@@ -10,7 +10,7 @@ from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import State
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Padding, Structure, merge
 from mercer.errors import InvalidArgument
-from mercer.nn.kernel_tensors import KernelTensors, random_parts
+from mercer.nn.kernel_tensors import KernelTensors, random_parts, without_graph
 from mercer.nn.options import filled, gate_size, per_head
 from mercer.nn.positions import alibi_slopes, token_positions
 from mercer.nn.rotary import Rotary, heads_per_run, split_and_turn
@@ -76,8 +76,9 @@ class Attention(nn.Module):
         self.head_dim = dim // heads if head_dim is None else head_dim
         if rotary is not None and rotary.dim != self.head_dim:
             raise InvalidArgument(f"rotary turns {rotary.dim} channels but a head has {self.head_dim}")
-        self._kernel = Exp() if kernel is None else kernel
+        self._kernel = Exp() if kernel is None else without_graph(kernel)
         bound = self._kernel.bind(self.head_dim, heads, kv_heads, generator)
+        bound.check(self.head_dim, heads, kv_heads)
         self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
         self.normalizer = Sum() if normalizer is None else normalizer
         self.structure = Causal() if structure is None else structure

@@ -23,7 +23,7 @@ class KernelTensors(nn.Module):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
-        self._bound = kernel
+        self._bound = without_graph(kernel)
         self.names = tuple(kernel.tensors())
         for name, tensor in kernel.tensors().items():
             # A copy, since two layers made of one bound kernel do not share its tensors; in one piece, for safetensors.
@@ -33,8 +33,7 @@ class KernelTensors(nn.Module):
             else:
                 self.register_buffer(name, own)
         for prefix, part in random_parts(kernel).items():
-            if max(part.seed, part.draw) >= 2**63:
-                raise InvalidArgument(f"a seed that is saved with a module must be below 2^63, not {part.seed}")
+            _check_seed(part)
             self.register_buffer(f"{prefix}drawn", torch.tensor([part.seed, part.draw]))
 
     def kernel(self) -> Kernel:
@@ -47,12 +46,14 @@ class KernelTensors(nn.Module):
         parts = random_parts(self.kernel())
         if not parts:
             raise InvalidArgument(f"redraw is for random features, and {self._bound} has none")
+        drawn: dict[str, Tensor] = {prefix: getattr(self, f"{prefix}drawn") for prefix in parts}
         for prefix, part in parts.items():
-            drawn: Tensor = getattr(self, f"{prefix}drawn")
-            was, draw = drawn.tolist()
-            new = dataclasses.replace(part, seed=was, draw=draw).redraw(seed)
+            was, draw = drawn[prefix].tolist()
+            parts[prefix] = dataclasses.replace(part, seed=was, draw=draw).redraw(seed)
+            _check_seed(parts[prefix])
+        for prefix, new in parts.items():
             getattr(self, f"{prefix}directions").copy_(new.tensors()["directions"])
-            drawn.copy_(torch.tensor([new.seed, new.draw]))
+            drawn[prefix].copy_(torch.tensor([new.seed, new.draw]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before: dict[str, Any] = dict(self._buffers)
@@ -62,6 +63,17 @@ class KernelTensors(nn.Module):
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
         return self
+
+
+def without_graph(kernel: Kernel) -> Kernel:
+    """The kernel with its tensors cut from what they were computed of, since a module that is copied copies it too."""
+    tensors = kernel.tensors()
+    return kernel.with_tensors({name: tensor.detach() for name, tensor in tensors.items()}) if tensors else kernel
+
+
+def _check_seed(part: RandomFeatures) -> None:
+    if max(part.seed, part.draw) >= 2**63:
+        raise InvalidArgument(f"a seed that is saved with a module must be below 2^63, not {part.seed}")
 
 
 def random_parts(kernel: Kernel) -> dict[str, RandomFeatures]:
