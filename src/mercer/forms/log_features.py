@@ -48,7 +48,8 @@ def weigh_pairs(layout: Layout, key_peak: Tensor, query_peak: Tensor) -> tuple[L
     highest = highest.masked_fill(highest == -torch.inf, 0)
     # A little above the maximum, so that rounding makes no exponent positive: layouts cut those off, and gradients too.
     steps = torch.zeros_like(highest) if query_log is None else query_log.detach()
-    row = highest + steps + 1e-12 * (1 + highest.abs() + steps.abs())
+    # (At most 1, which is little beside what rounding takes from numbers beyond 10^12, and leaves the row above 0.)
+    row = highest + steps + (1e-12 * (1 + highest.abs() + steps.abs())).clamp(max=1)
     query_log = -row if query_log is None else query_log - row
     key_log = -key_peak if key_log is None else key_log - key_peak
     return replace(layout, query_log=query_log, key_log=key_log), row + query_peak
