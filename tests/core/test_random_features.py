@@ -336,3 +336,30 @@ def test_calls_that_are_refused():
         TrigonometricRandomFeatures(7)
     with pytest.raises(InvalidArgument, match="has the tensor 'directions'"):
         PositiveRandomFeatures(8).with_tensors({"weight": q})
+
+
+@pytest.mark.parametrize("norms", ["chi", "sqrt"])
+def test_trigonometric_moments_of_long_vectors(norms: str):
+    """Their factor leaves the range of floats long before the mean and the variance do."""
+    kernel = TrigonometricRandomFeatures(8, norms=norms)
+    x = torch.tensor([1000.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    assert feature_variance(kernel, x, x) == 0
+    for key in (-x, x, x + 1):
+        assert not feature_mean(kernel, x, key).isnan()
+        assert not feature_variance(kernel, x, key).isnan()
+    at_right_angles = feature_mean(kernel, x, x.roll(1))
+    if norms == "chi":
+        assert at_right_angles == 1
+        assert feature_mean(kernel, x, -x) == 0
+
+
+def test_directions_are_bound_in_float32_at_least():
+    before = torch.get_default_dtype()
+    try:
+        for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+            torch.set_default_dtype(dtype)
+            bound = PositiveRandomFeatures(8).bind(4, 1, 1).directions
+            assert bound is not None
+            assert bound.dtype == wanted
+    finally:
+        torch.set_default_dtype(before)

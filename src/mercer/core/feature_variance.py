@@ -47,7 +47,10 @@ def feature_mean(kernel: Kernel, query: Tensor, key: Tensor, scale: float | None
     """
     drawn, log_factor, square, dim = _pairs(kernel, query, key, scale)
     if isinstance(drawn, TrigonometricRandomFeatures):
-        return log_factor.exp() * _mean_cos(square, dim, drawn.norms)
+        if drawn.norms == "chi":
+            return (log_factor - square / 2).exp()
+        mean = _mean_cos(square, dim, drawn.norms)
+        return mean.sign() * (log_factor + mean.abs().log()).exp()  # the factor alone may leave the range
     return (log_factor + _log_mean_exp(square, dim, drawn.norms)).exp()
 
 
@@ -74,7 +77,7 @@ def feature_variance(kernel: Kernel, query: Tensor, key: Tensor, scale: float | 
         if together:
             pair = _pair_cos(square, dim) if drawn.norms == "chi" else _mean_cos(2 * square, dim, "sqrt")
             spread = spread + together * (pair - mean.square())
-        return (2 * log_factor).exp() * spread.clamp(min=0) / count**2
+        return (2 * log_factor + spread.clamp(min=0).log() - 2 * math.log(count)).exp()
     mean = _log_mean_exp(square, dim, drawn.norms)
     second = _log_mean_exp(4 * square, dim, drawn.norms)
     if drawn.hyperbolic:

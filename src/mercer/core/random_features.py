@@ -159,7 +159,8 @@ class RandomFeatures(CarryingKernel):
         if generator is not None:
             seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         drawn = replace(self, seed=seed)
-        return replace(drawn, directions=drawn.directions_for(dim).to(torch.get_default_dtype(), copy=True))
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # rounded further they would be others
+        return replace(drawn, directions=drawn.directions_for(dim).to(dtype, copy=True))
 
     def redraw(self, seed: int | None = None) -> Self:
         """The same kernel with new directions: the next draw of its seed, or the first of ``seed``. Bound stays bound.
