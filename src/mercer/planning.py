@@ -108,7 +108,7 @@ def choose(
             found.append(_Way(name, path, used, seconds, f"{why_form}{why_backend}"))
         if refused is not None and not found:
             raise refused
-        return min(found, key=lambda one: one.seconds)
+        return sorted(found, key=lambda one: one.seconds)[0]  # torch.compile traces no min with a key here
 
     ways: list[_Way] = []
     missing: list[Unsupported] = []
