@@ -8,6 +8,7 @@ import torch
 from tests.contracts import cells
 
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.machine import Cost, Machine, machine_in_use, use_machine
 from mercer.core.machine_default import DEFAULT
 from mercer.core.mixed import Mixed
@@ -87,6 +88,31 @@ def test_log_features_take_more_calls_and_passes():
     scan, logs = parts(favor, CAUSAL, SIZES, "chunked", "features", "numba", True, False)
     assert (scan.way, scan.work.entries) == ("fused_scan", 4 * 2 * 128 * (4 + 2) * 32)
     assert logs == Part("step", Work(1.5, 0, 0, 0, 0), 4)
+
+
+def test_a_learned_map_is_operators_and_products_beside_its_features():
+    tokens = 2 * 128 * (4 + 2)
+    for kernel, operators, flops in (
+        (Hedgehog(), 10, 2 * 8 * 8),
+        (Hedgehog(width=3), 10, 2 * 8 * 3),
+        (MlpFeatures(16, 5), 12, 2 * 5 * (8 + 16)),
+        (MlpFeatures(16), 6, 2 * 8 * 16),
+    ):
+        _, maps = parts(kernel, CAUSAL, SIZES, "chunked", "features", "numba", True, False)
+        assert maps == Part("step", Work(operators / 16, 0, 0, tokens * flops, 0), 4)
+        _, maps, _ = parts(kernel, CAUSAL, replace(SIZES, past_length=9), "chunked", "pairs", "torch", True, True)
+        assert maps.work.flops == (tokens + 2 * 2 * 9) * flops
+        for path in ("pairs", "features"):
+            mixed = parts(Mixed(kernel, kernel, 16), CAUSAL, SIZES, "chunked", path, "torch", True, False)
+            assert mixed.count(Part("step", Work(operators / 16, 0, 0, tokens * flops, 0), 4)) == 2
+
+
+def test_a_map_of_ones_own_says_what_it_takes_itself():
+    class Other(Hedgehog):
+        def map_query(self, query: torch.Tensor) -> torch.Tensor:
+            return query
+
+    assert Other().map_work(8) == (0, 0)
 
 
 def made(**costs: Cost) -> Machine:

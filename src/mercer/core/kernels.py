@@ -91,6 +91,12 @@ class Kernel(ABC):
         """D', the length of mapped queries and keys for head dimension ``dim``; costs are counted by it."""
         return dim
 
+    def map_work(self, dim: int) -> tuple[int, int]:
+        """Operators that ``map_query`` and ``map_key`` call together, and floating-point operations of their products
+        for one token of one head; (0, 0) for maps that are no more than a pass over the numbers. Plans count it.
+        """
+        return 0, 0
+
     def feature_dim(self, dim: int) -> int | None:
         """Length of phi for head dimension ``dim``, or None if no finite phi is exact."""
         return None
@@ -150,8 +156,8 @@ _SAID_OF = {
     "profile": ("exponential", "derivative", "profile_and_derivative", "polynomial"),
     "features": ("polynomial",),
     "derivative": ("profile_and_derivative",),
-    "map_query": ("fused_map",),
-    "map_key": ("fused_map",),
+    "map_query": ("fused_map", "map_work"),
+    "map_key": ("fused_map", "map_work"),
     "scaled_query": ("fused_map",),
     "scaled_key": ("fused_map",),
 }

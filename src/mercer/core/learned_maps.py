@@ -127,6 +127,9 @@ class Hedgehog(LearnedMap):
     def feature_dim(self, dim: int) -> int:
         return 2 * (self.width or dim)
 
+    def map_work(self, dim: int) -> tuple[int, int]:
+        return 10, 2 * dim * (self.width or dim)  # a product, a sign, two softmaxes, joining them; on either side
+
     def map_with(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         along = x @ weights["weight"]
         return torch.cat((along.softmax(-1), (-along).softmax(-1)), -1)
@@ -169,6 +172,11 @@ class MlpFeatures(LearnedMap):
 
     def feature_dim(self, dim: int) -> int:
         return self.count
+
+    def map_work(self, dim: int) -> tuple[int, int]:
+        if self.hidden is None:
+            return 6, 2 * dim * self.count  # a product, its bias, a relu; on either side
+        return 12, 2 * self.hidden * (dim + self.count)
 
     def map_with(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         if self.hidden is None:

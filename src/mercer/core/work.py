@@ -41,6 +41,9 @@ LOG_PASSES = 4
 the exponential of each side."""
 LOG_CALLS = 1.5
 """And its maxima, sums and differences take about that many calls of a step."""
+MAP_CALLS = 1 / 16
+"""An operator of a learned map, its product and what is found out before it, takes about that much of a call of a
+step."""
 MIXED_CALLS = 2
 """The near part of a mixed row, and the joining of both."""
 STEP_PASSES, FIRST_PASSES = 3, 4
@@ -93,7 +96,7 @@ def parts(
     kernel: Kernel, merged: Merged, sizes: Sizes, form: str, path: str, backend: str, mass: bool, stateful: bool
 ) -> list[Part]:
     """What a call consists of: one part, or for ``Mixed`` one near and one far; and what comes with them: the cache,
-    the logarithms of features.
+    the logarithms of features, learned maps.
 
     Args:
         kernel, merged, sizes, form, path, backend: of the call.
@@ -103,22 +106,34 @@ def parts(
     heads = sizes.batch * sizes.key_heads
     if not isinstance(kernel, Mixed):
         logs = [Part("step", Work(LOG_CALLS, 0, 0, 0, 0), heads)] if kernel.log_features else []
+        beside = [*logs, *_maps(kernel, sizes)]
         way = way_of(kernel, form, path, backend)
         if path == "features":
-            return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads), *logs]
-        return [Part(way, _pairs(way, kernel, merged, sizes, form), heads), *logs, *_cache(merged, sizes, stateful)]
+            return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads), *beside]
+        return [Part(way, _pairs(way, kernel, merged, sizes, form), heads), *beside, *_cache(merged, sizes, stateful)]
     near = replace(merged, left=kernel.window - 1)
     near_form = "dense" if form == "recurrent" else form
     first = way_of(kernel.near, near_form, "pairs", "torch")
     work = _pairs(first, kernel.near, near, sizes, form)
-    joined = Part(first, replace(work, calls=MIXED_CALLS * work.calls), heads)
+    joined = [Part(first, replace(work, calls=MIXED_CALLS * work.calls), heads), *_maps(kernel.near, sizes)]
     if path == "features":
         alone = replace(sizes, past_length=0)
         kept = _cache(replace(merged, left=kernel.window), sizes, stateful)
-        return [joined, *parts(kernel.far, merged, alone, form, path, backend, mass, stateful), *kept]
+        return [*joined, *parts(kernel.far, merged, alone, form, path, backend, mass, stateful), *kept]
     far = replace(merged, right=-kernel.window)
     way = way_of(kernel.far, near_form, "pairs", "torch")
-    return [joined, Part(way, _pairs(way, kernel.far, far, sizes, form), heads), *_cache(merged, sizes, stateful)]
+    beyond = [Part(way, _pairs(way, kernel.far, far, sizes, form), heads), *_maps(kernel.far, sizes)]
+    return [*joined, *beyond, *_cache(merged, sizes, stateful)]
+
+
+def _maps(kernel: Kernel, sizes: Sizes) -> list[Part]:
+    """The operators and products that map queries and keys, cached keys included."""
+    operators, flops = kernel.map_work(sizes.dim)
+    if not operators and not flops:
+        return []
+    keys = sizes.key_heads * (sizes.key_length + sizes.past_length)
+    tokens = sizes.batch * (sizes.query_heads * sizes.query_length + keys)
+    return [Part("step", Work(operators * MAP_CALLS, 0, 0, tokens * flops, 0), sizes.batch * sizes.key_heads)]
 
 
 def _cache(merged: Merged, sizes: Sizes, stateful: bool) -> list[Part]:
