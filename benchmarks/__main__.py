@@ -1,8 +1,9 @@
 """Run measurements: `python -m benchmarks` runs all, `python -m benchmarks NAME [ARGUMENT...]` one.
 
-A fast wrong answer is worth nothing, so the contract tests run first, and while one of them fails no number is shown.
-A measurement with ``OWN_CONTRACTS`` runs them itself, on another device.
-`--list` names the measurements without running anything.
+A fast wrong answer is worth nothing, so the contract tests run first, some four minutes on two cores, and while one of
+them fails no number is shown. A measurement with ``OWN_CONTRACTS`` runs them itself, on another device.
+`--list` names the measurements and `NAME --help` says what one takes, both without running anything.
+`python -m benchmarks.NAME [ARGUMENT...]` skips the contract tests.
 """
 
 import importlib
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CONTRACTS = ROOT / "tests" / "contracts"
+HELP = {"-h", "--help"}
 
 
 def names() -> list[str]:
@@ -26,6 +28,9 @@ def contracts_hold() -> bool:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments and arguments[0] in HELP:
+        print(f"{(__doc__ or '').strip()}\n\nMeasurements: {', '.join(names())}.")
+        return 0
     if arguments == ["--list"]:
         for name in names():
             summary = (importlib.import_module(f"benchmarks.{name}").__doc__ or "").strip().splitlines()[0]
@@ -34,6 +39,9 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] not in names():
         print(f"there is no benchmark {arguments[0]!r}; there are {', '.join(names())}", file=sys.stderr)
         return 2
+    if HELP & set(arguments):  # the measurement's own parser answers and exits
+        importlib.import_module(f"benchmarks.{arguments[0]}").main(["--help"])
+        return 0
     chosen = {name: importlib.import_module(f"benchmarks.{name}") for name in arguments[:1] or names()}
     alone = all(getattr(module, "OWN_CONTRACTS", False) for module in chosen.values())
     if not alone and not contracts_hold():

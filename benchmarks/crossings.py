@@ -26,7 +26,7 @@ BUDGET = 1.5
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="crossings")
+    parser = argparse.ArgumentParser(prog="crossings", description=__doc__)
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch takes by itself")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--machine", type=Path, help="numbers of a machine instead of measuring them")

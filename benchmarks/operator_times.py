@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="operator_times")
+    parser = argparse.ArgumentParser(prog="operator_times", description=__doc__)
     parser.add_argument("--shape", type=int, nargs=4, default=[16, 8, 256, 16], metavar=("B", "H", "L", "D"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)

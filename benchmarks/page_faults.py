@@ -5,6 +5,7 @@ norm, AdamW; plain torch, so that the allocator is all that differs. Each settin
 machine believe the processor time, not the clock.
 """
 
+import argparse
 import ctypes
 import resource
 import subprocess
@@ -26,8 +27,11 @@ BATCH, LENGTH, WIDTH, LAYERS, HEADS = 16, 256, 128, 4, 8
 
 
 def main(arguments: list[str]) -> None:
-    if arguments:
-        measure(arguments[0])
+    parser = argparse.ArgumentParser(prog="page_faults", description=__doc__)
+    parser.add_argument("setting", nargs="?", choices=SETTINGS, help="one setting, in this process; default: all")
+    options = parser.parse_args(arguments)
+    if options.setting:
+        measure(options.setting)
         return
     print(f"{'setting':42}{'faults a step':>14}{'ms a step':>11}{'CPU ms':>9}{'of it system':>14}{'peak MB':>9}")
     for name in SETTINGS:

@@ -31,16 +31,16 @@ CHILD = "MERCER_BENCHMARK_CHILD"
 
 def main(arguments: list[str]) -> None:
     """Run in a process of its own, since the allocator has to be set before torch is imported."""
-    if os.environ.get(CHILD) != "1":
-        command = [sys.executable, "-m", "benchmarks.training_throughput", *arguments]
-        subprocess.run(command, check=True, env={"OMP_WAIT_POLICY": "passive"} | os.environ | {CHILD: "1"})
-        return
-    parser = argparse.ArgumentParser(prog="training_throughput")
+    parser = argparse.ArgumentParser(prog="training_throughput", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="timed pairs of steps (default 15)")
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all")
     parser.add_argument("--dtype", choices=TOLERANCE, action="append", help="default: all")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     options = parser.parse_args(arguments)
+    if os.environ.get(CHILD) != "1":
+        command = [sys.executable, "-m", "benchmarks.training_throughput", *arguments]
+        subprocess.run(command, check=True, env={"OMP_WAIT_POLICY": "passive"} | os.environ | {CHILD: "1"})
+        return
 
     from mercer.runtime.allocator import tune
 
