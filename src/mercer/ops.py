@@ -15,7 +15,7 @@ from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import CacheState, FeatureState, MixedState, State
 from mercer.core.structures import Full, Merged, Structure, merge
-from mercer.core.support import Sizes
+from mercer.core.support import Sizes, sums_weights
 from mercer.errors import InvalidArgument
 from mercer.forms import packed
 from mercer.forms.call import Call
@@ -102,7 +102,8 @@ def attention(
     Raises:
         InvalidArgument: shapes, dtypes or options that are wrong in themselves.
         Unsupported: parts that cannot be combined; the message says what would work.
-        NonFinite: ``Identity`` with an exponential kernel left the range of the accumulator.
+        NonFinite: a row left the range of the accumulator: ``Identity`` with an exponential kernel, or features that
+            are exponentials of numbers too far apart. Looked for on the CPU.
     """
     kernel, normalizer, merged, chosen = _resolve(
         query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path, backend
@@ -121,6 +122,7 @@ def attention(
         chosen.form,
         chosen.path,
         chosen.backend,
+        sums_weights(kernel, normalizer),
     )
     packs = merged.documents is not None and (chosen.form != "dense" or state is not None or return_state)
     out, after = packed.run_documents(call) if packs else run(call)
@@ -181,7 +183,11 @@ def _resolve(
     ):
         if not isinstance(part, kind):
             hint = f", for example {name}={part.__name__}(...)" if isinstance(part, type) else ""
-            raise InvalidArgument(f"{name} must be a {name} object, not {part!r}{hint}.")
+            if isinstance(part, str) and name in ("kernel", "normalizer"):
+                hint = "; mercer.parse_attention makes both from a name such as 'taylor4-l2'"
+            pair = isinstance(part, tuple) and any(isinstance(x, State) for x in part)
+            what = "the pair that return_state=True gives: pass its second half" if pair else _brief(part)
+            raise InvalidArgument(f"{name} must be a {name} object, not {what}{hint}.")
     if normalizer.needs_count and normalizer.needs_denominator:
         raise InvalidArgument(f"{normalizer} asks for the count and for the denominator; a normaliser is given one.")
     merged = merge(structure)
@@ -202,6 +208,12 @@ def _resolve(
         merged,
         choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path, backend),
     )
+
+
+def _brief(part: object) -> str:
+    """A short word for a wrong argument; tensors and what holds them would fill pages."""
+    text = repr(part)
+    return text if len(text) <= 80 and "tensor(" not in text else f"a {type(part).__name__}"
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merged: Merged, kernel: Kernel) -> Sizes:

@@ -11,7 +11,7 @@ from mercer.core.machine import machine_in_use
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Merged
-from mercer.core.support import FEATURE_CHUNK, FORMS, PATHS, Sizes, unsupported
+from mercer.core.support import FEATURE_CHUNK, FORMS, PATHS, Sizes, sums_weights, unsupported
 from mercer.core.work import FUSED_BLOCK, parts
 from mercer.errors import InvalidArgument, Unsupported
 
@@ -123,7 +123,7 @@ def choose(
     if chosen.path == "features":
         block = FUSED_BLOCK if chosen.backend == "numba" else FEATURE_CHUNK
         flops = cost.feature_flops(kernel, merged, sizes, chosen.form, block)
-        state_bytes = cost.feature_state_bytes(kernel, merged, sizes, normalizer.needs_denominator)
+        state_bytes = cost.feature_state_bytes(kernel, merged, sizes, sums_weights(kernel, normalizer))
     else:
         flops = cost.pair_flops(kernel, merged, sizes)
         state_bytes = cost.cache_bytes(merged, sizes)
@@ -152,7 +152,7 @@ class _Question:
 
     def seconds(self, form: str, path: str, backend: str) -> float:
         """What the machine in use takes for this way of computing."""
-        mass = self.normalizer.needs_denominator
+        mass = sums_weights(self.kernel, self.normalizer)
         found = parts(self.kernel, self.merged, self.sizes, form, path, backend, mass, self.stateful)
         return machine_in_use().seconds(found, self.sizes)
 

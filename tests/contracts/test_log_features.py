@@ -9,8 +9,9 @@ from tests.contracts import cells
 from tests.tolerance import assert_close
 from torch import Tensor
 
-from mercer.core.kernels import Kernel
-from mercer.core.normalizers import L2, Identity, Sum
+from mercer.core.kernels import Elu, Kernel
+from mercer.core.mixed import Mixed
+from mercer.core.normalizers import L2, Identity, Normalizer, Sum
 from mercer.core.reference import reference_attention
 from mercer.core.state import FeatureState
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window, merge
@@ -249,3 +250,35 @@ def test_a_large_key_out_of_sight_leaves_the_others_as_they_are(
             assert_close(out.masked_fill(sees > 0, 0), without.masked_fill(sees > 0, 0), 12, f"{form} {path}")
             alone = v[:, :, 4:5].repeat_interleave(2, 1).expand_as(out)
             assert_close(out.masked_fill(sees == 0, 0), alone.masked_fill(sees == 0, 0), 12, f"{form} {path}")
+
+
+@pytest.mark.parametrize("normalizer", [Sum(), L2(), Identity()], ids=str)
+@pytest.mark.parametrize(("form", "path"), [c for c in cells.CELLS if c != ("dense", "features")])
+def test_features_too_far_apart_are_no_silent_answer(
+    form: str, path: str, normalizer: Normalizer, generator: torch.Generator
+):
+    """Every large product of features lost below float32's range: an error that says so; right in float64."""
+    k = 60 * torch.randn(1, 1, 9, 8, generator=generator, dtype=torch.float64)
+    q = -k + torch.randn(1, 1, 9, 8, generator=generator, dtype=torch.float64)
+    v = torch.randn(1, 1, 9, 4, generator=generator, dtype=torch.float64)
+    options = {"kernel": Logs(), "structure": Causal(), "form": form, "path": path}
+    exact = reference_attention(q, k, v, Plain(), normalizer, Causal())
+    assert_close(attention(q, k, v, normalizer=normalizer, **options), exact, 9)
+    with pytest.raises(NonFinite, match=r"lost the weights of .* rows below the range of torch\.float32"):
+        attention(q.float(), k.float(), v.float(), normalizer=normalizer, **options)
+    mixed = options | {"kernel": Mixed(Logs(), Elu(), window=3)}
+    with pytest.raises(NonFinite, match="lost the weights"):
+        attention(q.float(), k.float(), v.float(), normalizer=normalizer, **mixed)
+
+
+def test_rows_that_weigh_nothing_are_no_error(generator: torch.Generator):
+    """Keys whose complement is 0, and rows that are not there."""
+    q, k, v = (x.detach().float() for x in cells.inputs(SHAPE, generator).qkv)
+    rate = torch.full((2, 2, 7), 0.5)
+    rate[:, :, :2] = 1
+    mask = cells.masks(SHAPE)
+    for form, path in cells.CELLS:
+        structure = Causal() & Decay(rate, complement=True) & Padding(mask)
+        if unsupported(Logs(), Sum(), merge(structure), form, path) is None:
+            out = attention(q, k, v, kernel=Logs(), structure=structure, form=form, path=path)
+            assert not out[1, :, :2].any()

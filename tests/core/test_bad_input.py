@@ -15,6 +15,7 @@ from mercer.core.random_features import PositiveRandomFeatures
 from mercer.core.state import CacheState, FeatureState, State
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window, merge
 from mercer.errors import InvalidArgument, NonFinite, Unsupported
+from mercer.nn import Attention
 from mercer.ops import attention, plan
 
 
@@ -300,3 +301,17 @@ def test_a_state_whose_name_is_no_text():
     for name in (torch.tensor([255, 254], dtype=torch.uint8), torch.ones(3), torch.tensor([300])):
         with pytest.raises(InvalidArgument, match="the bytes of a name in UTF-8"):
             State.from_tensors(wrong | {"kernel": name})
+
+
+def test_likely_slips_get_a_short_answer():
+    q = torch.randn(1, 2, 5, 4)
+    pair = attention(q, q, q, kernel=Elu(), structure=Causal(), return_state=True)
+    with pytest.raises(InvalidArgument, match="pass its second half") as caught:
+        attention(q, q, q, kernel=Elu(), structure=Causal(), state=pair)
+    assert len(str(caught.value)) < 200
+    with pytest.raises(InvalidArgument, match=r"not 'elu'; mercer\.parse_attention"):
+        attention(q, q, q, kernel="elu")
+    with pytest.raises(InvalidArgument, match="not a Tensor"):
+        attention(q, q, q, structure=torch.ones(100, 100))
+    with pytest.raises(InvalidArgument, match="kernel must be a kernel object such as Elu"):
+        Attention(16, 2, kernel="elu")

@@ -240,9 +240,10 @@ EXPONENTIAL = (
 
 @_primitive(vector, vector)
 def exp(b: Any, x: Any) -> Any:
-    """e^x for x of 0 or less, at least 2^-126: x = n ln 2 + r, n goes into the exponent's bits."""
+    """e^x for x of 0 or less, 0 below 2^-126: x = n ln 2 + r, n goes into the exponent's bits."""
     least = _constant(-126 * math.log(2))
-    x = b.select(b.fcmp_ordered("<", x, least), least, x)  # in this order NaN stays NaN
+    below = b.fcmp_ordered("<", x, least)
+    x = b.select(below, least, x)  # in this order NaN stays NaN
     shift = _constant(1.5 * 2**23)  # adding it rounds to an integer, which stands in the low bits
     rounded = _fma(b, x, _constant(math.log2(math.e)), shift)
     n = b.fsub(rounded, shift)
@@ -252,7 +253,7 @@ def exp(b: Any, x: Any) -> Any:
     for c in EXPONENTIAL[-2::-1]:
         p = _fma(b, p, r, _constant(c))
     bits = b.add(b.shl(b.bitcast(rounded, WORDS), _words(23)), _words(127 << 23))
-    return b.fmul(p, b.bitcast(bits, VECTOR))
+    return b.select(below, _constant(0.0), b.fmul(p, b.bitcast(bits, VECTOR)))
 
 
 @_primitive(vector, address, types.float64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mercer.core.kernels import Kernel
+from mercer.core.kernels import Kernel, Power, Taylor
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Merged
@@ -41,6 +41,12 @@ class Sizes:
     trained: bool = False  # whether a gradient is wanted of queries, keys, values, the state or the kernel
 
 
+def sums_weights(kernel: Kernel, normalizer: Normalizer) -> bool:
+    """Whether rows sum their weights: for denominators, or to know that exponentials did not all vanish."""
+    parts = (kernel.near, kernel.far) if isinstance(kernel, Mixed) else (kernel,)
+    return normalizer.needs_denominator or any(part.log_features for part in parts)
+
+
 def unsupported(
     kernel: Kernel,
     normalizer: Normalizer,
@@ -53,9 +59,10 @@ def unsupported(
     """Why a combination does not work, as a sentence that says what would; None if it works."""
     signs = kernel.positive or kernel.allows_negative_denominator or normalizer.takes_any_sign
     if normalizer.needs_denominator and not signs:
+        even = "an even order, " if isinstance(kernel, Taylor | Power) else ""
         return (
-            f"{kernel} takes negative values, so {normalizer} may divide by zero or change sign: use L2() or RMS(), "
-            "an even order, or say signed=True to the kernel."
+            f"{kernel} takes negative values, so {normalizer} may divide by zero or change sign: use L2(), RMS() or "
+            f"Clamped(), {even}or say signed=True to the kernel."
         )
     if stateful and merged.right not in (None, 0):
         return (

@@ -30,6 +30,8 @@ class Call:
     form: str
     path: str
     backend: str
+    mass: bool
+    """Whether weights are summed too."""
     unnormalized: bool = False
     """Whether rows are wanted before anything is divided, since others are added to them."""
 
@@ -49,7 +51,7 @@ class Rows(NamedTuple):
 
     Attributes:
         numerator: ``[B, Hq, Lq, Dv]``.
-        denominator: ``[B, Hq, Lq]``, or None if the normaliser needs none.
+        denominator: ``[B, Hq, Lq]``, or None if weights are not summed, or are divided by already.
         log_factor: the logarithm of what was taken out of each row, ``[B, Hq, Lq]``, or None.
         state: what the call leaves behind, or None if nobody asked.
     """

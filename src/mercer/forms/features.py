@@ -166,7 +166,7 @@ def _fused(
         state=state.features if given else None,
         mass_state=state.mass if given else None,
         mass=state.mass is not None,
-        divide=type(call.normalizer) is Sum and not call.unnormalized,
+        divide=type(call.normalizer) is Sum and not call.unnormalized and not call.kernel.log_features,
     )
     return out, denominator, Sums(final, mass)
 
@@ -214,15 +214,18 @@ def _initial(call: Call, value: Tensor) -> Sums:
     state = call.state
     if state is None:
         zeros = value.new_zeros(batch, heads, features, width, dtype=call.precision)
-        return Sums(zeros, zeros.new_zeros(batch, heads, features) if call.normalizer.needs_denominator else None)
+        return Sums(zeros, zeros.new_zeros(batch, heads, features) if call.mass else None)
     assert isinstance(state, FeatureState)
     tag = call.kernel.state_tag(call.scale)
     if state.kernel != tag:
-        raise InvalidArgument(f"The state was made by {state.kernel}, but this call uses {tag}.")
-    if call.normalizer.needs_denominator and state.mass is None:
         raise InvalidArgument(
-            f"The state has no mass z, which {call.normalizer} needs: make the state under a normaliser with "
-            "denominators."
+            f"The state was made by {state.kernel}, but this call uses {tag}: continue with the kernel that made it, "
+            "or begin without a state."
+        )
+    if call.mass and state.mass is None:
+        raise InvalidArgument(
+            f"The state has no mass z, which {call.kernel} with {call.normalizer} needs: make the state under a "
+            "normaliser with denominators."
         )
     expected = (batch, heads, features, width)
     if state.features.shape != expected:
@@ -232,7 +235,7 @@ def _initial(call: Call, value: Tensor) -> Sums:
         )
     if state.features.dtype != call.precision:
         raise InvalidArgument(f"The state is {state.features.dtype}, but this call accumulates in {call.precision}.")
-    return Sums(state.features, state.mass if call.normalizer.needs_denominator else None)
+    return Sums(state.features, state.mass if call.mass else None)
 
 
 def _state(call: Call, stream: Stream, final: Sums, peak: Tensor | None) -> FeatureState:

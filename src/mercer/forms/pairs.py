@@ -42,7 +42,7 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
             numerator = sdpa(*mapped, weighed)
         else:
             form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
-            numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.normalizer.needs_denominator)
+            numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.mass)
     if call.backend != "torch" and call.normalizer.needs_denominator and type(call.normalizer) is not Sum:
         denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
     after = cache(call, own, view, key, value) if call.return_state else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mercer.core.counts import keys_seen
-from mercer.core.layout import tokens
+from mercer.core.layout import Tokens, tokens
 from mercer.core.mixed import Mixed
 from mercer.core.state import State
 from mercer.errors import InvalidArgument, NonFinite
@@ -34,6 +34,8 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
     mix = isinstance(call.kernel, Mixed)
     path = mixed if mix else features if call.path == "features" else pairs
     numerator, denominator, log_factor, after = path.rows(call, own, query, key, value)
+    if call.mass and log_factor is not None and denominator is not None:
+        _vanished(call, own, denominator)
     if call.normalizer.needs_count:
         past = None if call.state is None else call.state.length
         denominator = keys_seen(call.merged, own, past, numerator.dtype)
@@ -55,6 +57,31 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
     ):  # elsewhere the check would wait for the device
         _explain(call, query, key, value, out)
     return out, after
+
+
+def _vanished(call: Call, own: Tokens, mass: Tensor) -> None:
+    """Raise if a row's weights are so small that they may consist of what the accumulator cannot hold.
+
+    A weight of features that are exponentials is a sum of products of numbers of 1 or less (`forms/log_features.py`);
+    products below the smallest normal number are lost. In a row whose weights sum to much more that does not matter.
+    """
+    if mass.device.type != "cpu" or torch.compiler.is_compiling() or not mass.numel():
+        return
+    keys = call.key.shape[2] + (0 if call.state is None else int(call.state.length.max()))
+    least = torch.finfo(mass.dtype).tiny * 1e6 * keys * (call.kernel.feature_dim(call.query.shape[-1]) or 1)
+    low = mass.detach() < least
+    if not low.any():
+        return
+    past = None if call.state is None else call.state.length
+    low = low & (keys_seen(call.merged, own, past, mass.dtype) > 0)
+    if call.merged.decay is not None and call.merged.decay.complement:
+        low = low & (mass != 0)  # keys whose rate is 1 weigh nothing
+    if low.any():
+        raise NonFinite(
+            f"{call.kernel} lost the weights of {int(low.sum())} rows below the range of {mass.dtype}: logarithms of "
+            "features of a query and a key lie too far apart. Use smaller queries and keys, a smaller scale, or "
+            "float64."
+        )
 
 
 def _explain(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:

@@ -76,6 +76,11 @@ class Attention(nn.Module):
         self.head_dim = dim // heads if head_dim is None else head_dim
         if rotary is not None and rotary.dim != self.head_dim:
             raise InvalidArgument(f"rotary turns {rotary.dim} channels but a head has {self.head_dim}")
+        if not isinstance(kernel, Kernel | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(
+                f"kernel must be a kernel object such as Elu(), not {kernel!r}; mercer.parse_attention makes one from "
+                "a name"
+            )
         self._kernel = Exp() if kernel is None else without_graph(kernel)
         bound = self._kernel.bind(self.head_dim, heads, kv_heads, generator)
         bound.check(self.head_dim, heads, kv_heads)
