@@ -13,6 +13,7 @@ from mercer.approximation import gaussian_inputs
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Taylor
 from mercer.core.learned_maps import Hedgehog
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, Identity, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.core.structures import Alibi, Causal, Padding, Window
@@ -168,6 +169,11 @@ print(peak(40_000) - before)
         ({"target": True}, InvalidArgument, "target must lie between"),
         ({"confidence": 1}, InvalidArgument, "confidence must lie between 0 and 1, not 1"),
         ({"draws": 4}, InvalidArgument, r"draws is for random features; Taylor\(order=2.* draws nothing"),
+        (
+            {"kernel": Mixed(Exp(), Taylor(2), 4), "structure": Causal(), "draws": 4},
+            InvalidArgument,
+            r"draws is for random features; Mixed\(.* draws nothing",
+        ),
         ({"kernel": PositiveRandomFeatures(8), "draws": 1}, InvalidArgument, "draws must be an integer of 2 or more"),
         ({"kernel": Taylor(3)}, Unsupported, "takes negative values"),
         ({"kernel": TrigonometricRandomFeatures(8)}, Unsupported, "takes negative values"),
@@ -193,9 +199,17 @@ def test_what_leaves_the_range_is_an_error_with_a_cause() -> None:
     assert approximation_error(*long, Elu()).error.value > 0.1
 
 
-def test_a_kernel_without_a_dial_needs_nothing() -> None:
-    for kernel in (Elu(), Power(2), ExpFeatures(), Exp()):
-        assert approximation_error(Q, K, V, kernel, target=0.01, rows=4).needed is None
+def test_a_kernel_without_a_dial_says_so() -> None:
+    for kernel in (Elu(), Power(2), ExpFeatures(), Exp(), Hedgehog().bind(8, 3, 3)):
+        found = approximation_error(Q, K, V, kernel, target=0.01, rows=4)
+        assert found.needed is None
+        assert str(found).endswith(f"for an error of 0.01: {kernel} has no order or number of features to change")
+    far = approximation_error(Q, K, V, Mixed(Taylor(2), Elu(), 4), structure=Causal(), target=0.01, rows=4)
+    assert (far.needed, far.no_dial) == (
+        None, "for an error of 0.01: Elu(), its far part, has no order or number of features to change"
+    )  # fmt: skip
+    for target, kernel in ((None, Elu()), (0.5, Taylor(2))):
+        assert approximation_error(Q, K, V, kernel, target=target, rows=4).no_dial is None
 
 
 def test_gaussian_inputs_have_the_spread() -> None:

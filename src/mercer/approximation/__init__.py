@@ -6,6 +6,7 @@ from mercer.approximation.intervals import Estimate
 from mercer.approximation.needed import NeededFeatures, NeededOrder
 from mercer.approximation.result import ApproximationError
 from mercer.approximation.spread import Spread
+from mercer.approximation.state_cost import StateCost
 from mercer.approximation.truncation import truncation_error, truncation_order
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "NeededFeatures",
     "NeededOrder",
     "Spread",
+    "StateCost",
     "approximation_error",
     "gaussian_inputs",
     "truncation_error",

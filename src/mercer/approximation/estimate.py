@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from mercer.approximation.comparison import Comparison, attended_pairs, compare, scores_seen
+from mercer.approximation.dials import dial, draws_of, is_drawn, with_order
 from mercer.approximation.intervals import Estimate, estimate
-from mercer.approximation.needed import NeededFeatures, NeededOrder, draws_of, needed_features, needed_order
+from mercer.approximation.needed import NeededFeatures, NeededOrder, needed_features, needed_order
 from mercer.approximation.result import ApproximationError
 from mercer.approximation.rows import Rows
 from mercer.approximation.spread import spread
-from mercer.core.kernels import Exp, Kernel, Taylor
+from mercer.approximation.state_cost import StateCost, state_cost
+from mercer.core.kernels import Exp, Kernel
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.random_features import RandomFeatures
 from mercer.core.structures import Full, Structure, merge
+from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.ops import plan
 
@@ -60,10 +63,10 @@ def approximation_error(
         scale: factor on the inner product of both; default D^(-1/2) for softmax and the kernel's own for the kernel.
         rows: how many query positions to measure, drawn by ``seed`` without replacement; all of them if there are no
             more, or for None.
-        draws: independent draws of the directions of random features, the kernel's own first; default 8. Other kernels
-            draw nothing and take None.
-        target: a relative error in (0, 1): also find the Taylor order or the number of random features that reaches it.
-            Kernels without such a dial have ``needed`` None.
+        draws: independent draws of the directions of random features, also of those in ``Mixed``, the kernel's own
+            first; default 8. Other kernels draw nothing and take None.
+        target: a relative error in (0, 1): also find the Taylor order or the number of random features that reaches it,
+            of ``Mixed`` for its far part. Kernels without either have ``needed`` None and say so in ``no_dial``.
         seed: of the rows, and of the pairs at which the variance of random features is looked up.
         confidence: level of all intervals, Student's t on the logarithm of the error: over the rows where they are a
             sample (with the ratio of sums linearised, and the finite number of rows accounted for), over the draws
@@ -115,6 +118,11 @@ class _Work:
         self.kernel, self.normalizer, self.structure = kernel, normalizer, structure
         self.seed, self.confidence, self.dim = seed, confidence, query.shape[-1]
         self.positions = query.shape[2]
+        batch, heads, length, _ = query.shape
+        self.sizes = Sizes(
+            batch, heads, key.shape[1], length, key.shape[2], self.dim, value.shape[-1],
+            itemsize=8 if query.dtype == torch.float64 else 4,
+        )  # fmt: skip
         taken = self.positions if rows is None else min(rows, self.positions)
         chosen = torch.randperm(self.positions, generator=torch.Generator().manual_seed(seed))[:taken]
         self.rows = Rows(query, key, value, merge(structure), chosen.sort().values.to(query.device))
@@ -141,12 +149,33 @@ class _Work:
         found = self.compare(kernels)
         return (found.wrong.sum((1, 2)) / found.size.sum()).sqrt().cpu()
 
+    def cost(self, kernel: Kernel) -> StateCost:
+        return state_cost(kernel, self.normalizer, merge(self.structure), self.sizes)
+
+    def needed(self, draws: int, target: float, low: float, high: float) -> NeededOrder | NeededFeatures | None:
+        """For scores from ``low`` to ``high``; None for a kernel without a dial."""
+        kernel, part = self.kernel, dial(self.kernel)
+        if isinstance(part, RandomFeatures):
+            return needed_features(kernel, self.dim, self.errors, self.cost, draws, target, self.confidence)
+        if part is None:
+            return None
+
+        def errors(kernels: Sequence[Kernel]) -> Tensor:
+            if not is_drawn(kernel):
+                return self.errors(kernels)
+            return torch.stack([self.errors(draws_of(one, draws)).mean() for one in kernels])
+
+        odd = with_order(kernel, 1)
+        signs = not self.normalizer.needs_denominator or self.normalizer.takes_any_sign
+        even = not (odd.positive or odd.allows_negative_denominator or signs)
+        return needed_order(kernel, errors, self.cost, low, high, target, even)
+
     def estimate(self, part: Tensor, whole: Tensor, *, root: bool) -> Estimate:
         return estimate(part, whole, self.positions, self.confidence, root=root)
 
     def result(self, draws: int, target: float | None) -> ApproximationError:
         kernel, rows = self.kernel, self.rows
-        drawn = draws_of(kernel, kernel.count, draws) if isinstance(kernel, RandomFeatures) else None
+        drawn = draws_of(kernel, draws) if is_drawn(kernel) else None
         found = self.compare([kernel] if drawn is None else drawn)
         variation = None
         if kernel.positive or kernel.allows_negative_denominator:
@@ -157,15 +186,16 @@ class _Work:
             kernel_scale = kernel.default_scale(self.dim)
         scores = scores_seen(rows, self.scale)
         scatter = None
-        if drawn is not None:
+        if drawn is not None and not isinstance(kernel, Mixed):
             pairs = attended_pairs(rows, self.scale, PAIRS, self.seed)
-            scatter = spread(drawn, *pairs, kernel_scale, self.confidence)
-        needed: NeededOrder | NeededFeatures | None = None
-        if target is not None and isinstance(kernel, Taylor):
-            signs = kernel.signed or not self.normalizer.needs_denominator or self.normalizer.takes_any_sign
-            needed = needed_order(kernel, self.errors, scores.low, scores.high, target, not signs)
-        elif target is not None and isinstance(kernel, RandomFeatures):
-            needed = needed_features(kernel, self.dim, self.errors, draws, target, self.confidence)
+            features = [part for part in drawn if isinstance(part, RandomFeatures)]
+            scatter = spread(features, *pairs, kernel_scale, self.confidence)
+        needed, no_dial = None, None
+        if target is not None:
+            needed = self.needed(draws, target, scores.low, scores.high)
+            if needed is None:
+                which = f"{kernel.far}, its far part," if isinstance(kernel, Mixed) else str(kernel)
+                no_dial = f"for an error of {target:g}: {which} has no order or number of features to change"
         batch, heads, _, _ = rows.query.shape
         return ApproximationError(
             kernel=str(kernel),
@@ -190,6 +220,7 @@ class _Work:
             scores=scores,
             spread=scatter,
             needed=needed,
+            no_dial=no_dial,
         )
 
 
@@ -201,7 +232,7 @@ def _check(*, rows: object, draws: object, target: object, seed: object, confide
         if not none and (isinstance(number, bool) or not isinstance(number, int) or number < least):
             allowed = f"an integer of {least} or more" + ("" if name == "seed" else ", or None")
             raise InvalidArgument(f"approximation_error: {name} must be {allowed}, not {number!r}.")
-    if draws is not None and not isinstance(kernel, RandomFeatures):
+    if draws is not None and not is_drawn(kernel):
         raise InvalidArgument(f"approximation_error: draws is for random features; {kernel} draws nothing.")
     for name, number in (("target", target), ("confidence", confidence)):
         none = name == "target" and number is None

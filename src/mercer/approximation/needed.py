@@ -10,9 +10,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from mercer.approximation.dials import dial, draws_of, with_count, with_order
 from mercer.approximation.intervals import Estimate
+from mercer.approximation.state_cost import StateCost
 from mercer.approximation.truncation import truncation_order
-from mercer.core.kernels import Taylor
+from mercer.core.kernels import Kernel
 from mercer.core.random_features import RandomFeatures
 from mercer.core.student import t_quantile
 
@@ -27,7 +29,8 @@ STEPS = 5
 ROOM = 0.1
 """How far from 1/2 the measured exponent may lie for the law to be used, and each end of its interval twice as far."""
 
-Errors = Callable[[Sequence[RandomFeatures]], Tensor]
+Errors = Callable[[Sequence[Kernel]], Tensor]
+Costs = Callable[[Kernel], StateCost]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class NeededOrder:
             outputs need not), None if it is above 200.
         even_only: odd orders were left out, since under this normaliser they need ``signed=True``.
         limit: highest order tried.
+        cost: what ``order`` costs as a state, here; None where there is none.
     """
 
     target: float
@@ -51,6 +55,7 @@ class NeededOrder:
     pointwise: int | None
     even_only: bool
     limit: int
+    cost: StateCost | None = None
 
     def __str__(self) -> str:
         kind = "even order" if self.even_only else "order"
@@ -61,7 +66,10 @@ class NeededOrder:
                 f"no {kind} up to {self.limit} brings the error down to {self.target:g}: at the last it is "
                 f"{self.error:.3g}; {tail}"
             )
-        return f"for an error of {self.target:g}, {kind} {self.order} (measured there: {self.error:.2g}); {tail}"
+        return (
+            f"for an error of {self.target:g}, {kind} {self.order} (measured there: {self.error:.2g})"
+            f"{'' if self.cost is None else f', {self.cost.features:,} features, {self.cost}'}; {tail}"
+        )
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class NeededFeatures:
         predicted: c^2 / target^2, not rounded, with its interval: c is the geometric mean over all that was measured.
         checked: the error measured at ``count`` itself, where that is at most 4,096.
         limit: largest number proposed.
+        cost: what ``count`` features cost as a state, here; None where there is no such number, and in studies.
     """
 
     target: float
@@ -92,12 +101,14 @@ class NeededFeatures:
     predicted: Estimate
     checked: float | None
     limit: int
+    cost: StateCost | None = None
 
     def __str__(self) -> str:
         law = f"errors fall as m^(-b), b = {self.exponent}, from m = {self.counts[0]} to {self.counts[-1]}"
         if self.count is not None:
             measured = "" if self.checked is None else f" (measured there: {self.checked:.2g})"
-            return f"for an error of {self.target:g}, {self.count:,} features{measured}; {law}"
+            cost = "" if self.cost is None else f", {self.cost}"
+            return f"for an error of {self.target:g}, {self.count:,} features{measured}{cost}; {law}"
         if self.holds:
             return (
                 f"an error of {self.target:g} would need about {self.predicted.value:.2g} features, above the limit "
@@ -110,13 +121,14 @@ class NeededFeatures:
 
 
 def needed_order(
-    kernel: Taylor, errors: Callable[[Sequence[Taylor]], Tensor], low: float, high: float, target: float, even: bool
+    kernel: Kernel, errors: Errors, cost: Costs, low: float, high: float, target: float, even: bool
 ) -> NeededOrder:
     """Orders from 0 up, until two in a row reach the target.
 
     Args:
         kernel: of the kind that was asked about.
         errors: relative errors ``[kernels]``.
+        cost: of a kernel.
         low, high: ends of the scores seen.
         target: wanted relative error.
         even: only even orders.
@@ -126,7 +138,7 @@ def needed_order(
     found: list[float] = []
     place: int | None = None
     for start in range(0, len(orders), 8):
-        tried = [replace(kernel, order=order) for order in orders[start : start + 8]]
+        tried = [with_order(kernel, order) for order in orders[start : start + 8]]
         found += errors(tried).tolist()
         place = next((i for i, pair in enumerate(pairwise(found)) if max(pair) <= target), None)
         if place is not None:
@@ -138,6 +150,7 @@ def needed_order(
         pointwise=truncation_order(low, high, target),
         even_only=even,
         limit=ORDER_LIMIT,
+        cost=None if place is None else cost(with_order(kernel, orders[place])),
     )
 
 
@@ -159,28 +172,25 @@ def ladder(kernel: RandomFeatures, dim: int) -> list[int]:
     return [count * 2**step for step in range(STEPS)]
 
 
-def draws_of(kernel: RandomFeatures, count: int, draws: int) -> list[RandomFeatures]:
-    """``draws`` independent kernels with ``count`` features; the first of the kernel's own count is itself."""
-    first = kernel if count == kernel.count else replace(kernel, count=count, directions=None)
-    found = [first]
-    while len(found) < draws:
-        found.append(found[-1].redraw())
-    return found
-
-
 def needed_features(
-    kernel: RandomFeatures, dim: int, errors: Errors, draws: int, target: float, confidence: float
+    kernel: Kernel, dim: int, errors: Errors, cost: Costs, draws: int, target: float, confidence: float
 ) -> NeededFeatures:
     """Fit the law on the ladder, use it if it holds, and measure what it proposes.
 
-    ``errors`` gives the relative errors of draws, ``[draws]``.
+    ``errors`` gives the relative errors of draws, ``[draws]``; ``cost`` that of a kernel.
     """
-    counts = ladder(kernel, dim)
-    found = torch.stack([errors(draws_of(kernel, count, draws)) for count in counts])
-    law = fitted_law(counts, found, kernel.features_per_direction, target, confidence)
-    if law.count is None or law.checked is not None or law.count > CHECK_LIMIT:
+    part = dial(kernel)
+    assert isinstance(part, RandomFeatures)
+    counts = ladder(part, dim)
+    found = torch.stack([errors(draws_of(with_count(kernel, count), draws)) for count in counts])
+    law = fitted_law(counts, found, part.features_per_direction, target, confidence)
+    if law.count is None:
         return law
-    return replace(law, checked=float(errors(draws_of(kernel, law.count, draws)).mean()))
+    proposed = with_count(kernel, law.count)
+    checked = law.checked
+    if checked is None and law.count <= CHECK_LIMIT:
+        checked = float(errors(draws_of(proposed, draws)).mean())
+    return replace(law, checked=checked, cost=cost(proposed))
 
 
 def fitted_law(counts: Sequence[int], errors: Tensor, step: int, target: float, confidence: float) -> NeededFeatures:

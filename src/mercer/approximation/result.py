@@ -24,7 +24,7 @@ class ApproximationError:
         batch, heads, keys, dim: sizes.
         rows: positions measured, of ``positions`` queries.
         seed: by which they were drawn.
-        draws: independent draws of random features; None for other kernels.
+        draws: independent draws of random features, also of those in ``Mixed``; None for other kernels.
         error: |o - o*| / |o*|, both over all heads, measured rows and the batch; for random features the mean over the
             draws. Its interval says what rows and draws leave open.
         by_head: the same for every query head.
@@ -35,9 +35,11 @@ class ApproximationError:
         negative: the part of a row's weights that is below 0, sum |min(w, 0)| / sum |w|, mean over rows and draws.
         not_positive: share of rows whose weights sum to 0 or less.
         scores: of the pairs that the measured rows see.
-        spread: of random features; None for other kernels.
+        spread: of random features; None for other kernels, and for ``Mixed``, which is random for some pairs only.
         needed: what reaches ``target``: a :class:`NeededOrder` for ``Taylor``, a :class:`NeededFeatures` for random
-            features; None for kernels without such a dial, or if no target was given.
+            features, for ``Mixed`` whichever its far part is; None for kernels without such a dial, or if no target was
+            given.
+        no_dial: why a target changed nothing, in words; None if it did, or if none was given.
     """
 
     kernel: str
@@ -62,6 +64,7 @@ class ApproximationError:
     scores: Scores
     spread: Spread | None
     needed: NeededOrder | NeededFeatures | None
+    no_dial: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON values; infinities become None."""
@@ -93,8 +96,12 @@ class ApproximationError:
                 f"relative variance of a kernel value {self.spread.theory:.3g} in theory (median "
                 f"{self.spread.median:.3g}), {_interval(self.spread.measured)} measured"
             )
+        elif self.draws is not None:
+            lines.append("the variance of a kernel value is not looked up: it is random for some pairs only")
         if self.needed is not None:
             lines.append(str(self.needed))
+        if self.no_dial is not None:
+            lines.append(self.no_dial)
         return "\n".join(lines)
 
 

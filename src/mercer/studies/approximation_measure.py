@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mercer.approximation import ApproximationError, Estimate, NeededFeatures, NeededOrder, approximation_error
+from mercer.approximation.dials import is_drawn
 from mercer.approximation.needed import fitted_law, least_count
 from mercer.core.random_features import RandomFeatures
 from mercer.errors import NonFinite
@@ -63,7 +64,7 @@ def measure(
     lost: list[Arm] = []
     for place, arm in enumerate(arms):
         show(place, arm.record.name)
-        drawn = isinstance(arm.kernel, RandomFeatures)
+        drawn = is_drawn(arm.kernel)
         try:
             found[arm.record.name] = approximation_error(
                 query, key, value, arm.kernel, normalizer=arm.normalizer, structure=inputs.structure,
