@@ -9,11 +9,13 @@ import mercer
 from mercer.advice import LIMIT, advise
 from mercer.advice.advise import KERNELS
 from mercer.advice.crossing import first_length
-from mercer.core.kernels import Cosine, Elu, Taylor
+from mercer.core.kernels import Cosine, Elu, Gaussian, Taylor
 from mercer.core.learned_maps import Hedgehog
 from mercer.core.machine import use_machine
 from mercer.core.machine_default import DEFAULT
+from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2
+from mercer.core.random_features import PositiveRandomFeatures
 from mercer.errors import InvalidArgument, Unsupported
 
 SIZES = {"dim": 64, "heads": 8, "context": 4096}
@@ -107,7 +109,9 @@ def test_a_state_too_large_is_a_cache():
 def test_kernels_as_objects_and_a_normaliser_for_all():
     found = advise(**SIZES, kernels=[Elu(), Cosine(), "taylor3-sum", Hedgehog()], normalizer=L2())
     assert [option.attention for option in found.options] == ["elu-l2", "cosine-l2", "taylor3-l2", "hedgehog-l2"]
-    assert advise(**SIZES, kernels=[Taylor(2)]).options[0].reading == advise(**SIZES).options[2].reading
+    assert advise(**SIZES, kernels=[Taylor(2)]).options == advise(**SIZES).options[2:3]
+    plain = advise(**SIZES, kernels=[Hedgehog(), Hedgehog(width=8)]).options
+    assert [option.attention for option in plain] == ["hedgehog-sum", "Hedgehog(width=8)"]
 
 
 def test_recommendations_name_the_least_of_each():
@@ -121,6 +125,44 @@ def test_recommendations_name_the_least_of_each():
         assert option.attention in words[goal]
     short = advise(dim=64, heads=8, context=8, kernels=["taylor2-sum"])
     assert "Least memory: softmax" in str(short)
+
+
+def test_what_comes_to_the_same_is_not_called_less():
+    found = advise(dim=64, heads=8, context=400, kernels=["taylor4-sum"])
+    assert found.options[0].state_bytes == found.cache_bytes
+    assert found.least_memory is found.softmax
+    assert found.recommendations()["memory"] == "Least memory: softmax and taylor4-sum alike, 1.64 MB."
+    only = advise(**SIZES, kernels=["softmax"]).recommendations()
+    assert all("softmax" in words and words.count("softmax") == 1 for words in only.values())
+    states = advise(**SIZES, kernels=["taylor2-sum", "elu-sum", "relu-sum"]).recommendations()["memory"]
+    assert states == "Least memory: elu-sum and relu-sum alike, 133 kB; softmax 16.8 MB."
+
+
+def test_a_cache_that_grows_says_why():
+    found = advise(dim=64, heads=8, context=100, kernels=["taylor4-sum", "exp-l2", "softmax", "exp@8:gaussian-sum"])
+    large, exp, softmax, mixed = found.options
+    assert "814,385 features" in large.grows_because
+    assert "no finite feature map" in exp.grows_because
+    assert "no finite feature map" in mixed.grows_because
+    text = str(found)
+    assert text.count("keeps a cache, since ") == 3  # softmax needs no reason
+    assert softmax.grows_because
+    assert not advise(**SIZES, kernels=["elu-sum"]).options[0].grows_because
+
+
+def test_the_table_fits_100_columns():
+    kernels = ["softmax", "taylor4-signed-layernorm", PositiveRandomFeatures(64, seed=3, plain=True),
+               Mixed(Gaussian(), PositiveRandomFeatures(1234, orthogonal=False, hyperbolic=True, seed=17), window=512),
+               Hedgehog(width=3), Elu()]  # fmt: skip
+    for training in (False, True):
+        found = advise(dim=32, heads=16, kv_heads=4, value_dim=128, context=2**24, kernels=kernels, batch=128,
+                       dtype=torch.bfloat16, training=training)  # fmt: skip
+        text = str(found)
+        assert max(map(len, text.splitlines())) <= 100
+        flat = " ".join(text.split())
+        for option in found.options:
+            assert option.attention in flat
+    assert [option.attention for option in found.options][-1] == "elu-sum"
 
 
 def test_as_a_table_and_as_json():

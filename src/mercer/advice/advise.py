@@ -15,7 +15,7 @@ from mercer.core.mixed import Mixed
 from mercer.core.names import attention_name, parse_attention
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.structures import Causal, merge
-from mercer.core.support import Sizes
+from mercer.core.support import Sizes, unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.planning import Plan, choose
 
@@ -118,7 +118,8 @@ def _candidates(given: Sequence[str | Kernel], normalizer: Normalizer | None) ->
             kernel, own = parse_attention(item)
             name = item
         elif isinstance(item, Kernel):  # pyright: ignore[reportUnnecessaryIsInstance]
-            kernel, own, name = item, Sum(), str(item)
+            kernel, own = item, Sum()
+            name = _name(kernel, own)
         else:
             raise InvalidArgument(f"advise: kernels must be names or kernels, and {item!r} is neither.")
         if normalizer is None:
@@ -132,7 +133,7 @@ def _name(kernel: Kernel, normalizer: Normalizer) -> str:
     try:
         return attention_name(kernel, normalizer)
     except InvalidArgument:  # parts of one's own have none
-        return f"{kernel} {normalizer}"
+        return str(kernel) if normalizer == Sum() else f"{kernel} {normalizer}"
 
 
 @dataclass(frozen=True)
@@ -146,14 +147,21 @@ class _Question:
     device: str
     training: bool
 
-    def plan(self, kernel: Kernel, norm: Normalizer, length: int, stateful: bool, past: int = 0) -> Plan:
-        """Of a call with ``length`` tokens; ``past`` keys are cached before them."""
+    def sizes(self, length: int, stateful: bool, past: int = 0) -> Sizes:
         item = self.dtype.itemsize
-        sizes = Sizes(
+        return Sizes(
             self.batch, self.heads, self.kv_heads, length, length, self.dim, self.value_dim,
             past, max(item, 4), item, self.device, trained=not stateful,
         )  # fmt: skip
-        return choose(kernel, norm, merge(Causal()), sizes, stateful=stateful)
+
+    def plan(self, kernel: Kernel, norm: Normalizer, length: int, stateful: bool, past: int = 0) -> Plan:
+        """Of a call with ``length`` tokens; ``past`` keys are cached before them."""
+        return choose(kernel, norm, merge(Causal()), self.sizes(length, stateful, past), stateful=stateful)
+
+    def grows_because(self, kernel: Kernel, norm: Normalizer, length: int) -> str:
+        """Why there is no state of a fixed size; empty if there is one."""
+        sizes = self.sizes(length, True)
+        return unsupported(kernel, norm, merge(Causal()), "chunked", "features", sizes, True) or ""
 
     def reading(self, kernel: Kernel, norm: Normalizer, length: int) -> Plan:
         return self.plan(kernel, norm, length, not self.training)
@@ -179,9 +187,9 @@ class _Question:
             reading, decode = self.reading(kernel, norm, context), self.decode(kernel, norm, context)
         except Unsupported as error:
             raise Unsupported(f"advise: {name}: {error}") from error
-        state = self.state(kernel, norm, context)
+        state, why = self.state(kernel, norm, context), self.grows_because(kernel, norm, context)
         found = None
-        if other is not None and state.path == "features":
+        if other is not None and not why:
             found = Crossings(
                 state=first_length(
                     lambda n: self.state(kernel, norm, n).state_bytes < self.state(*other, n).state_bytes
@@ -189,7 +197,7 @@ class _Question:
                 decode=first_length(lambda n: self.decode(kernel, norm, n).seconds < self.decode(*other, n).seconds),
                 reading=first_length(lambda n: self.reading(kernel, norm, n).seconds < self.reading(*other, n).seconds),
             )
-        return Option(name, _choice(reading), _choice(decode), state.state_bytes, state.path == "features", found)
+        return Option(name, _choice(reading), _choice(decode), state.state_bytes, not why, why, found)
 
 
 def _choice(plan: Plan) -> Choice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +13,8 @@ QUALITY = (
     "These are costs and say nothing of quality: mercer.approximation_error measures how far a kernel is from softmax, "
     "and mercer study orders how well a model learns with it."
 )
+WIDTH, LONGEST_NAME = 100, 24
+"""Columns that the printed advice takes at most, and that a name may take beside its numbers."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Option:
         decode: of one more token after the context.
         state_bytes: of the state after the context.
         fixed: whether the state has the same size at any length.
+        grows_because: why it has not, and a cache of keys and values is kept; empty if it has.
         crossings: against softmax; None for softmax itself and for whatever else keeps a cache that grows.
     """
 
@@ -64,6 +69,7 @@ class Option:
     decode: Choice
     state_bytes: int
     fixed: bool
+    grows_because: str
     crossings: Crossings | None
 
 
@@ -94,31 +100,49 @@ class Advice:
 
     @property
     def least_reading(self) -> Option:
-        """What reads the context, or trains on it, in the least time: an option, or softmax."""
-        return min((*self.options, self.softmax), key=lambda option: option.reading.seconds)
+        """What reads the context, or trains on it, in the least time: softmax, or an option that takes less."""
+        return min((self.softmax, *self.options), key=lambda option: option.reading.seconds)
 
     @property
     def least_decode(self) -> Option:
-        """What writes a token after the context in the least time."""
-        return min((*self.options, self.softmax), key=lambda option: option.decode.seconds)
+        """What writes a token after the context in the least time: softmax, or an option that takes less."""
+        return min((self.softmax, *self.options), key=lambda option: option.decode.seconds)
 
     @property
     def least_memory(self) -> Option:
-        """Whose state after the context is smallest."""
-        return min((*self.options, self.softmax), key=lambda option: option.state_bytes)
+        """Whose state after the context is smallest: softmax, or an option whose is smaller."""
+        return min((self.softmax, *self.options), key=lambda option: option.state_bytes)
 
     def recommendations(self) -> dict[str, str]:
-        """A sentence for each goal: ``reading`` (or training), ``decode`` and ``memory``."""
-        reading, decode, memory, softmax = self.least_reading, self.least_decode, self.least_memory, self.softmax
+        """A sentence for each goal: ``reading`` (or training), ``decode`` and ``memory``. Those that come to the same
+        in three digits are named together, softmax first.
+        """
         verb = "train on" if self.training else "read"
         return {
-            "reading": f"Least time to {verb} {self.context:,} tokens: {reading.attention}, "
-            f"{duration(reading.reading.seconds)} ({reading.reading}); softmax {duration(softmax.reading.seconds)}.",
-            "decode": f"Least time for a token after them: {decode.attention}, {duration(decode.decode.seconds)} "
-            f"({decode.decode}); softmax {duration(softmax.decode.seconds)}.",
-            "memory": f"Least memory: {memory.attention}, a state of {size(memory.state_bytes)}; "
-            f"softmax's cache {size(self.cache_bytes)}.",
+            "reading": self._sentence(
+                f"Least time to {verb} {self.context:,} tokens",
+                self.least_reading,
+                lambda option: duration(option.reading.seconds),
+                lambda option: f" ({option.reading})",
+            ),
+            "decode": self._sentence(
+                "Least time for a token after them",
+                self.least_decode,
+                lambda option: duration(option.decode.seconds),
+                lambda option: f" ({option.decode})",
+            ),
+            "memory": self._sentence(
+                "Least memory", self.least_memory, lambda option: size(option.state_bytes), lambda _option: ""
+            ),
         }
+
+    def _sentence(self, goal: str, least: Option, cost: Callable[[Option], str], how: Callable[[Option], str]) -> str:
+        alike = {option.attention: option for option in (self.softmax, *self.options) if cost(option) == cost(least)}
+        *others, last = alike
+        names = f"{', '.join(others)} and {last} alike" if others else last
+        ways = {how(option) for option in alike.values()}
+        found = f"{goal}: {names}, {cost(least)}{ways.pop() if len(ways) == 1 else ''}"
+        return f"{found}." if "softmax" in alike else f"{found}; softmax {cost(self.softmax)}."
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON values, the recommendations included."""
@@ -128,14 +152,35 @@ class Advice:
         heads = f"{self.heads} heads" + (f" on {self.kv_heads} key heads" if self.kv_heads != self.heads else "")
         width = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim}, values of {self.value_dim}"
         about = f"{heads} of {width}, {self.context:,} tokens, batch {self.batch}, {self.dtype}; times as of "
+        phase = "training" if self.training else "reading"
         rows = [
-            ("", "training" if self.training else "reading", "", "a token", "", "state", "from a context of: state",
-             "token", "training" if self.training else "reading"),
+            ("", "", "", "", "less than softmax from a context of", "", ""),
+            ("", phase, "a token", "state", "state", "a token", phase),
             *(_row(option) for option in self.options),
-        ]  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([about + self.machine, *table, *self.recommendations().values(), QUALITY])
+        ]
+        # The first line's words stand over three columns, and a name that is long has a line of its own.
+        widths = [max(len(row[i]) for row in rows[1:] if i or len(row[i]) <= LONGEST_NAME) for i in range(len(rows[0]))]
+        lines = [_line(row, widths) for row in rows]
+        for place, option in enumerate(self.options, 2):
+            lines[place] += f"\n  {phase}: {option.reading}; a token: {option.decode}"
+            if option.grows_because and option is not self.softmax:
+                lines[place] += "\n" + _wrapped(f"keeps a cache, since {option.grows_because}", "  ")
+        said = (about + self.machine, *self.recommendations().values(), QUALITY)
+        first, *last = (_wrapped(text) for text in said)
+        return "\n".join([first, *lines, *last])
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    name, *rest = row
+    above = ""
+    if len(name) > LONGEST_NAME:
+        above, name = _wrapped(name) + "\n", ""
+    cells = "  ".join(text.ljust(width) for text, width in zip((name, *rest), widths, strict=True))
+    return above + cells.rstrip()
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)
 
 
 def _row(option: Option) -> tuple[str, ...]:
@@ -144,9 +189,7 @@ def _row(option: Option) -> tuple[str, ...]:
     return (
         option.attention,
         duration(option.reading.seconds),
-        str(option.reading),
         duration(option.decode.seconds),
-        str(option.decode),
         size(option.state_bytes) + ("" if option.fixed else ", growing"),
         *from_on,
     )
