@@ -1,5 +1,6 @@
 """The table of docs/kernels.md says what the kernels say: default scales, numbers of features, and signs."""
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
-from mercer.core.names import KERNELS
+from mercer.core.mixed import Mixed
+from mercer.core.names import ALIASES, KERNELS, attention_name, parse_attention
+from mercer.core.normalizers import L2
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+from mercer.errors import InvalidArgument
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 D = 6
@@ -42,9 +46,47 @@ COUNTS = {
 
 
 def rows() -> dict[str, list[str]]:
+    return {c[0]: c[1:] for c in cells() if len(c) == 5}
+
+
+def cells() -> list[list[str]]:
     table = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    cells = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
-    return {c[0]: c[1:] for c in cells}
+    return [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
+
+
+def names() -> list[tuple[str, str]]:
+    """Each name of the table of names, and the kernel that stands beside it."""
+    found: list[tuple[str, str]] = []
+    for words, kernels in (c for c in cells() if len(c) == 2):
+        left = re.findall(r"`([^`]*)`", words)
+        found += zip(left, re.findall(r"`([^`]*)`", kernels)[: len(left)], strict=True)
+    return found
+
+
+@pytest.mark.parametrize(("name", "kernel"), names())
+def test_a_name_is_the_kernel_beside_it(name: str, kernel: str):
+    written = eval(re.sub(r"\bN\b", "6", kernel), {k.__name__: k for k in (*KERNELS.values(), Mixed)})  # noqa: S307 - the page is our own
+    name = name.replace("N", "6")
+    assert parse_attention(f"{name}-l2")[0] == written
+    assert attention_name(written, L2()) == f"{name}-l2"
+
+
+def test_every_name_is_on_the_page():
+    shown = {re.sub(r"N?(-signed)?", "", name) for name, _ in names()}
+    assert shown == set(KERNELS) | {"exp@:taylor2"}
+    signed = {re.sub(r"N?-signed", "", name) for name, _ in names() if name.endswith("-signed")}
+    assert signed == {word for word in KERNELS if _parses(f"{word}6-signed-sum", f"{word}-signed-sum")}
+    for alias, meaning in ALIASES.items():
+        assert f"`{alias}` is `{meaning}`" in PAGE.read_text()
+
+
+def _parses(*names: str) -> bool:
+    found = False
+    for name in names:
+        with contextlib.suppress(InvalidArgument):
+            parse_attention(name)
+            found = True
+    return found
 
 
 @pytest.mark.parametrize("name", ROWS)
