@@ -1,4 +1,4 @@
-"""The Python blocks of README, architecture and advice pages run, top to bottom."""
+"""The Python blocks of README and of these pages run, top to bottom."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/advise.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/architecture.md", "docs/advise.md", "docs/normalizers.md", "docs/states.md"]
+)
 def test_the_code_of_a_page_runs(page: str):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks, f"{page} shows no code"
