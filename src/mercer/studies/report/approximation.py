@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mercer.studies.records.approximation import (
     ApproximationArm,
@@ -20,7 +21,8 @@ from mercer.studies.report.figures import Plot
 from mercer.studies.report.marks import GUIDE, Mark, label, numbered
 
 HIGHEST = 100.0
-"""Errors above this are drawn as this: a kernel that far off is of no use, and the others have to be told apart."""
+"""Errors above this are drawn as arrows here: a kernel that far off is of no use, and the others have to be told apart.
+"""
 LARGEST_VARIANCE = 1e6
 """Variances above this are left to the table: no draw shows them."""
 
@@ -111,25 +113,60 @@ class _Look:
         return [p for p in found if p is not None and p.error is not None and p.error.mean > 0]
 
 
-def _error_axis(points: Sequence[ApproximationPoint]) -> dict[str, object]:
-    values = [p.error.mean for p in points if p.error is not None]
-    return numbers.ticks([min(v, HIGHEST) for v in values], 10, lambda v: f"{v:g}")
+def _above(points: Sequence[ApproximationPoint]) -> bool:
+    """Whether an error, or the upper end of its interval, lies above what is drawn."""
+    return any(p.error is not None and max(p.error.mean, p.error.high or 0) > HIGHEST for p in points)
 
 
-def _capped(points: Sequence[ApproximationPoint]) -> tuple[list[float], list[Interval | None], list[str]]:
-    """Errors for a figure, none above ``HIGHEST``, and the true ones in words."""
-    values, spread, words = [], [], []
+def _error_axis(values: Sequence[float], above: bool) -> dict[str, object]:
+    """Logarithmic up to ``HIGHEST``, which is marked as the end where there are errors ``above``."""
+    return numbers.ticks(
+        [min(v, HIGHEST) for v in values], 10, lambda v: f"≥ {v:g}" if above and v == HIGHEST else f"{v:g}"
+    )
+
+
+def _cut_words(points: Sequence[ApproximationPoint]) -> str:
+    """What the caption says of errors above ``HIGHEST``, after a blank; nothing if there are none."""
+    if not _above(points):
+        return ""
+    cut = sum(1 for p in points if p.error is not None and p.error.mean > HIGHEST)
+    if not cut:
+        return f" Bars end at {HIGHEST:g}."
+    return (
+        f" Arrows at {HIGHEST:g}, {cut} here, are errors above it, whose size the hover and the last table give; bars "
+        "end there too."
+    )
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Errors for a figure, none above ``HIGHEST``: the intervals, the true numbers in words, and which were cut."""
+
+    values: list[float]
+    spread: list[Interval | None]
+    words: list[str]
+    cut: list[bool]
+
+    def symbols(self, own: Sequence[str]) -> list[str]:
+        """An arrow for each point that was cut, and its own symbol for every other."""
+        return ["arrow-up" if cut else symbol for cut, symbol in zip(self.cut, own, strict=True)]
+
+
+def _capped(points: Sequence[ApproximationPoint]) -> _Drawn:
+    drawn = _Drawn([], [], [], [])
     for p in points:
         assert p.error is not None
-        words.append(numbers.bounds(p.error))
-        if p.error.mean > HIGHEST:
-            values.append(HIGHEST)
-            spread.append(None)
-        else:
-            high = p.error.high if p.error.high is None else min(p.error.high, HIGHEST)
-            values.append(p.error.mean)
-            spread.append(p.error.model_copy(update={"high": high}))
-    return values, spread, words
+        cut = p.error.mean > HIGHEST
+        drawn.cut.append(cut)
+        drawn.words.append(numbers.bounds(p.error) + (f", above the plot's end at {HIGHEST:g}" if cut else ""))
+        drawn.values.append(min(p.error.mean, HIGHEST))
+        high = p.error.high if p.error.high is None else min(p.error.high, HIGHEST)
+        drawn.spread.append(None if cut else p.error.model_copy(update={"high": high}))
+    return drawn
+
+
+def _means(points: Sequence[ApproximationPoint]) -> list[float]:
+    return [p.error.mean for p in points if p.error is not None]
 
 
 def _slug(text: str) -> str:
@@ -149,19 +186,21 @@ def _by_order(look: _Look) -> list[Figure]:
         for series in look.series("taylor"):
             arms = look.members(series)
             every = [p for at in places for p in look.measured(at, arms)]
-            plot = Plot("Taylor order", "relative error", y_log=True, x_axis={"dtick": 1}, y_axis=_error_axis(every))
+            axis = _error_axis(_means(every), _above(every))
+            plot = Plot("Taylor order", "relative error", y_log=True, x_axis={"dtick": 1}, y_axis=axis)
             said: list[str] = []
             for number, at in enumerate(places):
                 points = look.measured(at, arms)
                 if not points:
                     continue
                 orders = [arm.order or 0 for arm in arms if look.point.get((at.name, arm.name)) in points]
-                values, spread, words = _capped(points)
+                drawn = _capped(points)
                 name = inputs_label(at.name)
                 plot.line(
-                    name, orders, values, numbered(number)._replace(dash="solid"), mode="lines+markers",
-                    spread=spread, symbols=["diamond-open" if order % 2 else "circle" for order in orders],
-                    hover="order %{x}: %{text}", text=words, size=9,
+                    name, orders, drawn.values, numbered(number)._replace(dash="solid"), mode="lines+markers",
+                    spread=drawn.spread,
+                    symbols=drawn.symbols(["diamond-open" if order % 2 else "circle" for order in orders]),
+                    hover="order %{x}: %{text}", text=drawn.words, size=9,
                 )  # fmt: skip
                 said.append(_ends(name, points, orders))
             if plot.traces:
@@ -172,7 +211,8 @@ def _by_order(look: _Look) -> list[Figure]:
                         f"{name}: {group}",
                         f"Relative error against the Taylor order, {group}, logarithmic: {'; '.join(said)}.",
                         "Filled circles are even orders, whose weights are positive; hollow diamonds are odd ones, "
-                        "whose weights turn negative. Bars are 95 % intervals over the measured rows.",
+                        "whose weights turn negative. Bars are 95 % intervals over the measured rows."
+                        + _cut_words(every),
                         height=420,
                     )
                 )
@@ -209,29 +249,34 @@ def _count_figure(
     arms = [arm for _, _, series, _ in lines for arm in look.members(series)]
     plot = Plot("features", "relative error", x_log=True, y_log=True, x_axis=_count_axis(arms))
     said: list[str] = []
-    for words, at, series, drawn in lines:
+    every: list[ApproximationPoint] = []
+    for words, at, series, mark in lines:
         chosen = look.members(series)
         points = look.measured(at, chosen)
         if not points:
             continue
+        every += points
         counts = [arm.count or 1 for arm in chosen if look.point.get((at.name, arm.name)) in points]
-        values, spread, texts = _capped(points)
+        drawn = _capped(points)
         plot.line(
-            words, counts, values, drawn._replace(dash="solid"), mode="lines+markers", spread=spread,
-            symbols=[drawn.symbol] * len(counts), hover="%{x} features: %{text}", text=texts, size=8,
+            words, counts, drawn.values, mark._replace(dash="solid"), mode="lines+markers", spread=drawn.spread,
+            symbols=drawn.symbols([mark.symbol] * len(counts)), hover="%{x} features: %{text}", text=drawn.words,
+            size=8,
         )  # fmt: skip
-        if len(counts) > 1:
-            # the law, drawn from the first point
-            guide = [values[0] * (counts[0] / n) ** 0.5 for n in counts]
+        known = [(n, v) for n, v, cut in zip(counts, drawn.values, drawn.cut, strict=True) if not cut]
+        if len(known) > 1:
+            # the law, drawn from the first point that is where it belongs
+            first, value = known[0]
+            after = [n for n in counts if n >= first]
             plot.line(
-                f"{words}, as m^(-1/2)", counts, guide, Mark(drawn.colour, "dot", "circle", 1.2),
-                hover="%{x}: %{y:.3g}", legend=False,
+                f"{words}, as m^(-1/2)", after, [value * (first / n) ** 0.5 for n in after],
+                Mark(mark.colour, "dot", "circle", 1.2), hover="%{x}: %{y:.3g}", legend=False,
             )  # fmt: skip
             plot.legend[-1] = plot.legend[-1].with_trace(len(plot.traces) - 1)
         said.append(_ends(words, points, counts))
     if not plot.traces:
         return []
-    plot.y_axis |= numbers.ticks([v for trace in plot.traces for v in trace.y if v], 10, lambda v: f"{v:g}")
+    plot.y_axis |= _error_axis([v for trace in plot.traces for v in trace.y if v], _above(every))
     plot.y_axis |= {"range": _range(plot)}
     return [
         plot.figure(
@@ -239,7 +284,7 @@ def _count_figure(
             title,
             f"Relative error against the number of random features, both logarithmic: {'; '.join(said)}.",
             "Means over the draws; bars are 95 % intervals over rows and draws. Dotted: what m to the power of -1/2 "
-            "would give from the first point on.",
+            "would give from the first point on that is no arrow." + _cut_words(every),
             height=440,
         )
     ]
@@ -263,7 +308,7 @@ def _by_layer(look: _Look) -> list[Figure]:
         arms += look.members(series)[-1:]
     every = [p for at in places for p in look.measured(at, arms)]
     plot = Plot(
-        "layer", "relative error", y_log=True, y_axis=_error_axis(every),
+        "layer", "relative error", y_log=True, y_axis=_error_axis(_means(every), _above(every)),
         x_axis={"dtick": 1, "range": [0.6, len(places) + 0.4]},
     )  # fmt: skip
     said: list[str] = []
@@ -271,10 +316,12 @@ def _by_layer(look: _Look) -> list[Figure]:
         known = [(at, p) for at in places for p in look.measured(at, [arm])]
         if not known:
             continue
-        values, spread, words = _capped([p for _, p in known])
+        points = [p for _, p in known]
+        drawn, mark, values = _capped(points), numbered(number), _means(points)
         plot.line(
-            label(arm.name), [(at.layer or 0) + 1 for at, _ in known], values, numbered(number), mode="lines+markers",
-            spread=spread, hover="layer %{x}: %{text}", text=words, size=9,
+            label(arm.name), [(at.layer or 0) + 1 for at, _ in known], drawn.values, mark, mode="lines+markers",
+            spread=drawn.spread, symbols=drawn.symbols([mark.symbol] * len(points)), hover="layer %{x}: %{text}",
+            text=drawn.words, size=9,
         )  # fmt: skip
         said.append(f"{label(arm.name)} {min(values):.2g} to {max(values):.2g}")
     if not plot.traces:
@@ -286,7 +333,7 @@ def _by_layer(look: _Look) -> list[Figure]:
             "Error by layer",
             f"Relative error by layer, logarithmic, least to largest: {'; '.join(said)}.",
             f"Standard deviation of the scores: {scores}. Bars are 95 % intervals over rows, and over draws for random "
-            "features.",
+            "features." + _cut_words(every),
             height=460,
         )
     ]
