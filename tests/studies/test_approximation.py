@@ -82,7 +82,10 @@ def test_every_arm_is_measured_on_all_inputs(shrunk: Path) -> None:
     }
     assert record.training["steps"] == 4
     assert record.heldout_loss is not None
-    assert record.findings
+    model = next(finding for finding in record.findings if "trained model" in finding.question)
+    assert max(at.score_deviation for at in record.inputs[2:]) < 0.5
+    assert model.verdict == "undecided"
+    assert "after 4 training steps" in model.text
 
 
 def test_the_numbers_are_those_of_the_function(shrunk: Path) -> None:

@@ -90,3 +90,18 @@ def test_a_series_above_the_plot_has_no_law() -> None:
     assert f"{trig}, as m^(-1/2)" not in drawn
     entry = next(entry for entry in variants.legend if entry.label == trig)
     assert len(entry.traces) == 1
+
+
+def test_how_far_the_model_was_trained_stands_at_the_top() -> None:
+    page = approximation.build(examples.approximation())
+    words = (
+        "The model is a small one with softmax, trained here for 300 steps to a held-out loss of 1.900 nats per byte."
+    )
+    assert words in page.summary
+    assert words in next(section.text for section in page.sections if "layer by layer" in section.title)
+    assert {("Model", "trained here"), ("Training steps", "300"), ("Held-out loss", "1.900")} <= set(page.facts)
+    begun = examples.approximation(finished=False).model_copy(update={"heldout_loss": None})
+    assert "trained here for 300 steps; its held-out loss is not known yet." in approximation.build(begun).summary
+    given = begun.model_copy(update={"training": {}, "model_source": "mine"})
+    assert approximation.build(given).summary.endswith("The model was given: mine.")
+    assert "Training steps" not in dict(approximation.build(given).facts)

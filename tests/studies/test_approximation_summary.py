@@ -97,7 +97,46 @@ def test_the_sentences_hold_the_numbers() -> None:
     assert "with 45 features 0.5" in equal
     model = next(text for question, text in found.items() if "stand in" in question)
     assert "reached in 0 of 2 layers" in model
-    assert "layer 2 FAVOR+ 256 · sum + independent 0.25" in model or "layer 2 elu · sum 0.25" in model
+    assert "; in layer 2 FAVOR+ 256 · sum + independent with an error of 0.25." in model or (
+        "; in layer 2 elu · sum with an error of 0.25." in model
+    )
+
+
+@pytest.mark.parametrize(
+    ("deviations", "steps", "verdict"),
+    [
+        ((0.49, 0.01), 3, "undecided"),
+        ((0.49, 2.0), 1, "undecided"),  # half of the layers
+        ((0.51, 0.51), 3, "supported"),
+        ((0.49, 0.01), None, "supported"),  # a model that was given is what it is
+    ],
+)
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_model_hardly_trained_decides_nothing(
+    deviations: tuple[float, float], steps: int | None, verdict: str, reached: bool
+) -> None:
+    places = dict(zip(("layer0", "layer1"), deviations, strict=True))
+    inputs = [at.model_copy(update={"score_deviation": places.get(at.name, 1.0)}) for at in INPUTS]
+    found = conclude(ARMS, inputs, points(lambda _: 0.05 if reached else 0.5), [], 0.1, steps)
+    if not reached and verdict == "supported":
+        verdict = "refuted"
+    assert verdicts(found)["model"] == verdict
+    text = next(f.text for f in found if "stand in" in f.question)
+    assert ("this is left undecided; train for more steps" in text) == (verdict == "undecided")
+    if verdict == "undecided":
+        short = sum(deviation < 0.5 for deviation in deviations)
+        assert f"after {'1 training step' if steps == 1 else '3 training steps'} the scores have" in text
+        assert f"in {short} of 2 layers less than 0.5" in text
+
+
+def test_orders_of_layers_are_words() -> None:
+    needs = [
+        ApproximationNeed(inputs=name, series="taylor-sum", kind="order", number=number, text="")
+        for name, number in (("layer1", None), ("layer0", 0))
+    ]
+    found = conclude(ARMS, INPUTS, points(lambda _: 0.05), needs, 0.1)
+    text = next(f.text for f in found if "stand in" in f.question)
+    assert "The Taylor series reaches it with order 0 in layer 1, no order up to 64 in layer 2." in text
 
 
 def test_nothing_measured_concludes_nothing() -> None:

@@ -302,6 +302,8 @@ class _Study:
             inputs=inputs,
             points=points,
             needs=needs,
-            findings=conclude(arms, inputs, points, needs, self.target),
+            findings=conclude(
+                arms, inputs, points, needs, self.target, None if self.training is None else self.training.steps
+            ),
         )
         return write_page(write_record(record, self.out))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from mercer.runtime.words import count
 from mercer.studies.records.approximation import (
     ApproximationArm,
     ApproximationInputs,
@@ -21,15 +22,21 @@ LIGHT = 0.1
 """A relative variance up to which a handful of draws can be expected to show it: above, few large values make it."""
 
 
+SHORT = 0.5
+"""Scores of a smaller standard deviation are those of a model that hardly tells its keys apart yet. They are short
+enough for a low Taylor order, whatever the model would go on to learn."""
+
+
 def conclude(
     arms: Sequence[ApproximationArm],
     inputs: Sequence[ApproximationInputs],
     points: Sequence[ApproximationPoint],
     needs: Sequence[ApproximationNeed],
     target: float,
+    steps: int | None = None,
 ) -> list[Finding]:
-    """What the numbers say."""
-    found = _Found(arms, inputs, points, needs, target)
+    """What the numbers say. ``steps``: how many the model was trained for, if it was trained here."""
+    found = _Found(arms, inputs, points, needs, target, steps)
     questions = (_orders, _odd, _law, _theory, _equal_features, _orthogonal, _model)
     return [finding for question in questions if (finding := question(found)) is not None]
 
@@ -44,8 +51,10 @@ class _Found:
         points: Sequence[ApproximationPoint],
         needs: Sequence[ApproximationNeed],
         target: float,
+        steps: int | None,
     ) -> None:
         self.arms, self.inputs, self.points, self.needs, self.target = arms, inputs, points, needs, target
+        self.steps = steps
         self.arm = {arm.name: arm for arm in arms}
         self.place = {at.name: at for at in inputs}
         self.error = {(p.inputs, p.arm): p.error.mean for p in points if p.error is not None}
@@ -262,18 +271,33 @@ def _model(found: _Found) -> Finding | None:
     elif not reached:
         verdict = "refuted"
     parts = [f"An error of {found.target:g} or less is reached in {len(reached)} of {len(layers)} layers."]
+    short = [at for at in layers if at.score_deviation < SHORT]
+    if found.steps is not None and 2 * len(short) >= len(layers):
+        verdict = "undecided"
+        parts.append(
+            f"That decides nothing: after {count(found.steps, 'training step')} the scores have a standard deviation "
+            f"of {_range([at.score_deviation for at in layers])}, and in {len(short)} of {len(layers)} layers less "
+            f"than {SHORT:g}: the model hardly tells its keys apart yet. If that is so in half of the layers or more, "
+            "this is left undecided; train for more steps."
+        )
     listed = [
-        f"layer {(found.place[name].layer or 0) + 1} {label(arm)} {error:.2g}" for name, (error, arm) in best.items()
+        f"in layer {(found.place[name].layer or 0) + 1} {label(arm)} with an error of {error:.2g}"
+        for name, (error, arm) in best.items()
     ]
-    parts.append(f"Closest of all measured: {', '.join(listed)}.")
-    orders = [
-        (found.place[need.inputs].layer or 0, need.number)
-        for need in found.needs
-        if need.kind == "order" and need.inputs in best
-    ]
+    parts.append(f"Closest of all measured: {'; '.join(listed)}.")
+    orders = sorted(
+        (
+            (found.place[need.inputs].layer or 0, need.number)
+            for need in found.needs
+            if need.kind == "order" and need.inputs in best
+        ),
+        key=lambda pair: pair[0],
+    )
     if orders:
-        words = ", ".join(f"layer {layer + 1} {'none up to 64' if n is None else n}" for layer, n in sorted(orders))
-        parts.append(f"The Taylor order that reaches it: {words}.")
+        words = ", ".join(
+            f"{'no order up to 64' if n is None else f'order {n}'} in layer {layer + 1}" for layer, n in orders
+        )
+        parts.append(f"The Taylor series reaches it with {words}.")
     others = [arm for arm in found.arms if arm.family == "other"]
     known = [
         (found.error[at.name, arm.name], arm.name) for at in layers for arm in others
@@ -281,7 +305,7 @@ def _model(found: _Found) -> Finding | None:
     ]  # fmt: skip
     if known:
         least, name = min(known)
-        parts.append(f"Kernels without a dial stay at {least:.2g} ({label(name)}) or more.")
+        parts.append(f"Kernels of no such series stay at {least:.2g} ({label(name)}) or more.")
     return Finding(
         question="Does a kernel here stand in for softmax in the trained model, without training for it?",
         verdict=verdict,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mercer.runtime.words import count
 from mercer.studies.records.approximation import (
     ApproximationArm,
     ApproximationInputs,
@@ -46,7 +47,7 @@ def build(record: ApproximationRecord) -> Page:
         Section(
             "The trained model, layer by layer",
             "Queries, keys and values of every layer on held-out text. Nothing was trained for the kernels: this is "
-            "what exchanging softmax for them would change at once.",
+            f"what exchanging softmax for them would change at once. {_model_words(record)}",
             (*_by_layer(look), *heads(record)),
         ),
         Section(
@@ -68,17 +69,39 @@ def build(record: ApproximationRecord) -> Page:
     return Page(
         title="How far is each kernel from softmax attention?",
         summary=f"{len(record.arms)} attentions against the exponential under the same normaliser, on random inputs "
-        f"of {len(random)} kinds and on {layers} layers of a trained model; and what order or how many features an "
-        f"error of {record.target:g} needs.",
+        f"of {len(random)} kinds and on {count(layers, 'layer')} of a trained model; and what order or how many "
+        f"features an error of {record.target:g} needs. {_model_words(record)}",
         facts=(
             ("Wanted error", f"{record.target:g}"),
             ("Draws of features", str(record.draws)),
-            ("Model", record.model_source if record.model_source == "trained here" else "given"),
+            *_model_facts(record),
             ("Budget", record.provenance.budget),
             ("Working time", numbers.duration(record.provenance.seconds)),
         ),
         sections=tuple(section for section in sections if section.parts),
         method=_method(record),
+    )
+
+
+def _model_words(record: ApproximationRecord) -> str:
+    """How far the model was trained, or whose it is."""
+    if record.model_source != "trained here":
+        return f"The model was given: {record.model_source}."
+    steps = record.training.get("steps")
+    words = "The model is a small one with softmax, trained here" + (f" for {count(steps, 'step')}" if steps else "")
+    if record.heldout_loss is None:
+        return words + ("." if record.finished else "; its held-out loss is not known yet.")
+    return f"{words} to a held-out loss of {numbers.decimal(record.heldout_loss)} nats per byte."
+
+
+def _model_facts(record: ApproximationRecord) -> tuple[tuple[str, str], ...]:
+    if record.model_source != "trained here":
+        return (("Model", "given"),)
+    steps = record.training.get("steps")
+    return (
+        ("Model", "trained here"),
+        *((("Training steps", f"{steps:,}"),) if steps else ()),
+        ("Held-out loss", numbers.decimal(record.heldout_loss)),
     )
 
 
