@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.contracts import cells
 
-from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.machine import Cost, Machine, machine_in_use, use_machine
 from mercer.core.machine_default import DEFAULT
@@ -97,6 +97,7 @@ def test_a_learned_map_is_operators_and_products_beside_its_features():
         (Hedgehog(width=3), 10, 2 * 8 * 3),
         (MlpFeatures(16, 5), 12, 2 * 5 * (8 + 16)),
         (MlpFeatures(16), 6, 2 * 8 * 16),
+        (Cosine(), 8, 0),
     ):
         _, maps = parts(kernel, CAUSAL, SIZES, "chunked", "features", "numba", True, False)
         assert maps == Part("step", Work(operators / 16, 0, 0, tokens * flops, 0), 4)

@@ -92,8 +92,9 @@ class Kernel(ABC):
         return dim
 
     def map_work(self, dim: int) -> tuple[int, int]:
-        """Operators that ``map_query`` and ``map_key`` call together, and floating-point operations of their products
-        for one token of one head; (0, 0) for maps that are no more than a pass over the numbers. Plans count it.
+        """Operators that ``map_query`` and ``map_key`` call together, each as long as a small product, and
+        floating-point operations of their products for one token of one head; (0, 0) for maps that are no more than a
+        pass over the numbers. Plans count it.
         """
         return 0, 0
 
@@ -418,6 +419,9 @@ class Cosine(LinearKernel):
     @property
     def allows_negative_denominator(self) -> bool:
         return self.signed
+
+    def map_work(self, dim: int) -> tuple[int, int]:
+        return 8, 0  # many small ones on either side, that take as long as four
 
     def map_query(self, query: Tensor) -> Tensor:
         return unit(query)

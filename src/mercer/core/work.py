@@ -42,8 +42,7 @@ the exponential of each side."""
 LOG_CALLS = 1.5
 """And its maxima, sums and differences take about that many calls of a step."""
 MAP_CALLS = 1 / 16
-"""An operator of a learned map, its product and what is found out before it, takes about that much of a call of a
-step."""
+"""An operator of a map, as of ``Kernel.map_work``, takes about that much of a call of a step."""
 MIXED_CALLS = 2
 """The near part of a mixed row, and the joining of both."""
 STEP_PASSES, FIRST_PASSES = 3, 4
