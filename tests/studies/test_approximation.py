@@ -105,6 +105,16 @@ def test_the_numbers_are_those_of_the_function(shrunk: Path) -> None:
             assert point.by_head == pytest.approx([head.value for head in found.by_head])
 
 
+def test_what_is_random_in_a_mixture_is_drawn_as_often_as_the_rest(shrunk: Path) -> None:
+    record = study(shrunk, attentions=["exp@4:favor16-sum", "exp@4:taylor2-sum"])
+    for point in record.points:
+        drawn = "favor" in point.arm
+        assert len(point.by_draw) == (3 if drawn else 0)
+        assert point.error is not None
+        assert point.error.over == ("rows and draws" if drawn else "rows")
+        assert (point.theory, point.measured) == (None, None)
+
+
 def approximation_structure() -> Any:
     from mercer.core.structures import Causal
 
