@@ -61,3 +61,10 @@ def test_fla_is_called_as_it_wants_to_be():
     """Its Triton forms need a GPU; the naive recurrent one has the same arguments and layout."""
     run = _device_rivals._fla(_naive("linear_attn", "naive_recurrent_linear_attn"))
     assert _device_rivals.rival_error("fla", run, "float32", CPU) < 1e-5
+
+
+@pytest.mark.skipif(not _fast_transformers.COMPILED.exists(), reason="built by python -m benchmarks._fast_transformers")
+def test_loading_a_peer_leaves_subnormal_numbers():
+    _fast_transformers.causal_product()
+    smallest = torch.tensor([torch.finfo(torch.float64).smallest_normal], dtype=torch.float64)
+    assert float(smallest / 4) > 0
