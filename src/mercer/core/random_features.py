@@ -289,6 +289,9 @@ class TrigonometricRandomFeatures(RandomFeatures):
     unit: bool = field(default=False, kw_only=True)
     signed: bool = field(default=False, kw_only=True)
 
+    def map_work(self, dim: int) -> tuple[int, int]:
+        return 8, 2 * dim * self.direction_count  # a product, sines, cosines, an exponential; on either side
+
     @property
     def positive(self) -> bool:
         return False
