@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -144,6 +144,17 @@ def test_the_planned_time_of_a_token_is_that_of_the_model() -> None:
     assert steps[1] == found.options[0].decode.seconds
     read = planned_seconds(Way("elu-sum", "chunked", "features", "prefill"), SHAPE, 100_000, DEFAULT)
     assert read == pytest.approx(found.options[0].reading.seconds / 100_000, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["hedgehog-sum", "mlp8-sum", "favor8-sum", "exp@4:hedgehog-sum"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_kernels_that_carry_tensors_are_timed_too(name: str, phase: Literal["prefill", "decode"]) -> None:
+    way = Way(name, "recurrent" if phase == "decode" else "chunked", "features", phase)
+    assert planned_seconds(way, SHAPE, 8, DEFAULT) > 0
+    call, steps, state_bytes = prepare(way, SHAPE, 8, 2)
+    call()
+    assert steps > 0
+    assert (state_bytes or 0) > 0 or phase == "prefill"
 
 
 def test_the_machine_has_rates() -> None:

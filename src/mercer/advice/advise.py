@@ -180,8 +180,8 @@ class _Question:
         self, name: str, kernel: Kernel, norm: Normalizer, context: int, other: tuple[Kernel, Normalizer] | None
     ) -> Option:
         """One attention; ``other`` is what its crossings are with."""
-        if kernel.learned:  # an attention layer brings the maps; here any will do
-            kernel = kernel.bind(self.dim, self.heads, self.kv_heads, torch.Generator().manual_seed(0))
+        # (An attention layer brings maps and directions; here any will do.)
+        kernel = kernel.bind(self.dim, self.heads, self.kv_heads, torch.Generator().manual_seed(0))
         kernel.check(self.dim, self.heads, self.kv_heads)
         try:
             reading, decode = self.reading(kernel, norm, context), self.decode(kernel, norm, context)

@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mercer.core.kernels import Kernel
 from mercer.core.machine import Machine, use_machine
 from mercer.core.mixed import Mixed
 from mercer.core.names import parse_attention
+from mercer.core.normalizers import Normalizer
 from mercer.core.state import State
 from mercer.core.structures import Causal, merge
 from mercer.core.support import Sizes
@@ -63,12 +65,19 @@ def planned(way: Way, shape: Shape, length: int) -> Plan:
     Raises:
         Unsupported: this way does not exist, or its state is larger than the limit.
     """
-    kernel, normalizer = parse_attention(way.attention)
+    kernel, normalizer = _parts(way, shape)
     x = shape.without_data(length)
     return plan(
         x, x, x, kernel=kernel, normalizer=normalizer, structure=Causal(), form=way.form, path=way.path,
         return_state=way.phase == "decode",
     )  # fmt: skip
+
+
+def _parts(way: Way, shape: Shape) -> tuple[Kernel, Normalizer]:
+    """Kernel and normaliser of a way, with maps and directions for its heads: any will do, for the time is the same."""
+    kernel, normalizer = parse_attention(way.attention)
+    bound = kernel.bind(shape.head_dim, shape.heads, shape.heads, torch.Generator().manual_seed(0))
+    return bound.with_tensors({name: x.to(shape.device) for name, x in bound.tensors().items()}), normalizer
 
 
 def planned_seconds(way: Way, shape: Shape, length: int, machine: Machine) -> float:
@@ -80,7 +89,7 @@ def planned_seconds(way: Way, shape: Shape, length: int, machine: Machine) -> fl
     with use_machine(machine):
         if way.phase == "prefill":
             return planned(way, shape, length).seconds / length
-        kernel, normalizer = parse_attention(way.attention)
+        kernel, normalizer = _parts(way, shape)
         past = length if way.path == "pairs" else min(length, kernel.window) if isinstance(kernel, Mixed) else 0
         item = shape.dtype.itemsize
         sizes = Sizes(
@@ -96,7 +105,7 @@ def prepare(way: Way, shape: Shape, length: int, decode_steps: int) -> tuple[Cal
     Prefill reads ``length`` tokens. Decode writes ``decode_steps`` tokens, one call each, after a context of
     ``length``; the context is read beforehand.
     """
-    kernel, normalizer = parse_attention(way.attention)
+    kernel, normalizer = _parts(way, shape)
 
     def call(q: Tensor, k: Tensor, v: Tensor, form: str, state: State | None) -> State:
         _, after = attention(
