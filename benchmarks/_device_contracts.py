@@ -154,11 +154,11 @@ def moved(thing: Whole, device: torch.device) -> Whole:
     """
     if isinstance(thing, Tensor):
         narrow = device.type == "mps" and thing.dtype == torch.float64
-        return thing.to(device, torch.float32 if narrow else thing.dtype)  # type: ignore[return-value]
+        return thing.to(device, torch.float32 if narrow else thing.dtype)
     if isinstance(thing, dict):
-        return {name: moved(part, device) for name, part in thing.items()}  # type: ignore[return-value]
+        return {name: moved(part, device) for name, part in thing.items()}
     if isinstance(thing, tuple):
-        return tuple(moved(part, device) for part in thing)  # type: ignore[return-value]
+        return tuple(moved(part, device) for part in thing)
     if not type(thing).__module__.startswith("mercer."):
         return thing
     made = copy.copy(thing)

@@ -71,7 +71,7 @@ def polynomial_scan(
     value: Tensor,
     *,
     coefficients: tuple[float, ...],
-    map: str = "identity",  # noqa: A002
+    map: str = "identity",  # noqa: A002  (the builtin is not used here)
     scale: float = 1.0,
     log: Tensor | None = None,
     weight: Tensor | None = None,

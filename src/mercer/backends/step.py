@@ -65,7 +65,7 @@ def recurrent_step(
     value: Tensor,
     *,
     coefficients: tuple[float, ...] = (0.0, 1.0),
-    map: str = "identity",  # noqa: A002
+    map: str = "identity",  # noqa: A002  (the builtin is not used here)
     scale: float = 1.0,
     log: Tensor | None = None,
     weight: Tensor | None = None,

@@ -60,7 +60,7 @@ class Normalizer(ABC):
             denominator = denominator * factor
         return self.apply(numerator, denominator)
 
-    def check(self, batch: int, heads: int, length: int, value_dim: int) -> None:  # noqa: B027
+    def check(self, batch: int, heads: int, length: int, value_dim: int) -> None:  # noqa: B027  (most take all)
         """Raise :class:`~mercer.InvalidArgument` if this normaliser's tensors do not fit ``[B, Hq, L, Dv]``."""
 
     def map_tokens(self, select: Callable[[Tensor], Tensor]) -> Self:
