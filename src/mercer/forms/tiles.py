@@ -182,6 +182,57 @@ class _Run:
         return score
 
 
+def forward_tiles(
+    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, layout: Layout, needs_denominator: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`tiles` returns, without a graph: the rows of queries against the keys that ``layout`` lays out.
+
+    Queries (mapped and scaled), keys (mapped) and values must be contiguous. A row of an exponential kernel is divided
+    by exp(l), l its log-sum-exp: the log factor, 0 where nothing is seen. Without a denominator the second is zeros,
+    and for other kernels the third is empty.
+    """
+    run = _Run(query, key, kernel, layout)
+    numerator = query.new_zeros(*query.shape[:3], value.shape[-1])
+    denominator = query.new_zeros(query.shape[:3])
+    factor = query.new_zeros(query.shape[:3] if kernel.exponential else 0)
+    sums = _exponential_rows if kernel.exponential else _plain_rows
+    for slab in run.slabs():
+        for queries in run.query_tiles():
+            keys = run.key_tiles(queries)
+            if keys:
+                sums(run, slab, queries, keys, value, needs_denominator, (numerator, denominator, factor))
+    return numerator, denominator, factor
+
+
+def backward_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: Kernel,
+    layout: Layout,
+    factor: Tensor,
+    grad_numerator: Tensor,
+    grad_denominator: Tensor | None,
+    asked: tuple[bool, bool, bool] = (False, False, False),
+) -> Gradients:
+    """Gradients of :func:`forward_tiles`.
+
+    ``factor`` is the log factor that the rows were divided by. It may be that of all keys where these are some of
+    them, so that a row's gradients can be summed over blocks of keys. ``grad_denominator`` also takes the gradient of
+    the log-sum-exp, whose derivative by a score is the pair's weight too. ``asked`` says which gradients of slopes,
+    query_log and key_log are wanted.
+    """
+    run = _Run(query, key, kernel, layout)
+    grad_numerator = grad_numerator.contiguous()
+    totals = Gradients(query, key, value, layout.slopes, layout.query_log, layout.key_log, asked)
+    for slab in run.slabs():
+        for queries in run.query_tiles():
+            keys = run.key_tiles(queries)
+            if keys:
+                _backward_rows(run, slab, queries, keys, value, factor, grad_numerator, grad_denominator, totals)
+    return totals
+
+
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -198,16 +249,7 @@ class _Tiles(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         layout = with_weights(layout, slopes, query_log, key_log)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        run = _Run(query, key, kernel, layout)
-        numerator = query.new_zeros(*query.shape[:3], value.shape[-1])
-        denominator = query.new_zeros(query.shape[:3])
-        factor = query.new_zeros(query.shape[:3] if kernel.exponential else 0)
-        sums = _exponential_rows if kernel.exponential else _plain_rows
-        for slab in run.slabs():
-            for queries in run.query_tiles():
-                keys = run.key_tiles(queries)
-                if keys:
-                    sums(run, slab, queries, keys, value, needs_denominator, (numerator, denominator, factor))
+        numerator, denominator, factor = forward_tiles(query, key, value, kernel, layout, needs_denominator)
         ctx.call, ctx.needs_denominator = (kernel, with_weights(layout, None, None, None)), needs_denominator
         ctx.save_for_backward(query, key, value, slopes, query_log, key_log, factor)
         ctx.mark_non_differentiable(factor)
@@ -219,19 +261,14 @@ class _Tiles(torch.autograd.Function):
         query, key, value, slopes, query_log, key_log, factor = ctx.saved_tensors
         kernel, layout = ctx.call
         layout = with_weights(layout, slopes, query_log, key_log)
-        run = _Run(query, key, kernel, layout)
-        grad_numerator = grads[0].contiguous()
         grad_denominator = grads[1] if ctx.needs_denominator else None
-        totals = _Gradients(query, key, value, slopes, query_log, key_log, ctx.needs_input_grad[3:6])
-        for slab in run.slabs():
-            for queries in run.query_tiles():
-                keys = run.key_tiles(queries)
-                if keys:
-                    _backward_rows(run, slab, queries, keys, value, factor, grad_numerator, grad_denominator, totals)
+        totals = backward_tiles(
+            query, key, value, kernel, layout, factor, grads[0], grad_denominator, ctx.needs_input_grad[3:6]
+        )
         return totals.query, totals.key, totals.value, totals.slopes, totals.query_log, totals.key_log, None, None, None
 
 
-class _Gradients:
+class Gradients:
     """Where the gradients of a call are summed; None where nobody asked."""
 
     def __init__(
@@ -339,7 +376,7 @@ def _backward_rows(
     factor: Tensor,
     grad_numerator: Tensor,
     grad_denominator: Tensor | None,
-    totals: _Gradients,
+    totals: Gradients,
 ) -> None:
     q, du = slab.query_side(run.query, queries), slab.query_side(grad_numerator, queries)
     dd = None if grad_denominator is None else slab.query_rows(grad_denominator, queries)
