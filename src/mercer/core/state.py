@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from mercer.core.growth import Joined, Spot
 from mercer.core.layout import PastKeys
 from mercer.errors import InvalidArgument
 
@@ -34,8 +35,8 @@ class State(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+        """Bytes of all tensors: of the tokens they show, not of free places behind a cache."""
+        return sum(t.numel() * t.element_size() for t in self._own_tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """The state as named contiguous tensors, ready for safetensors."""
@@ -55,7 +56,7 @@ class State(ABC):
         kind = FeatureState if "features" in tensors else CacheState if "keys" in tensors else None
         if kind is None:
             raise InvalidArgument(f"No state has the tensors {sorted(tensors)}; expected those of State.tensors().")
-        names = {f.name for f in fields(kind)}
+        names = {f.name for f in fields(kind) if f.init}
         optional = {"mass": None} if kind is FeatureState else {}
         values: dict[str, Any] = optional | tensors
         if "kernel" in values:
@@ -73,8 +74,8 @@ class State(ABC):
         return kind(**values)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        values = {name: change(v) if isinstance(v, Tensor) else v for name, v in vars(self).items()}
-        return type(self)(**values)
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # pyright: ignore[reportArgumentType]
+        return type(self)(**{name: change(v) if isinstance(v, Tensor) else v for name, v in given.items()})
 
     def clone(self) -> Self:
         """A copy that shares no memory."""
@@ -156,6 +157,10 @@ class FeatureState(State):
 class CacheState(State):
     """Keys and values of the past, as they came.
 
+    A cache that a call returns is a view of a buffer with free places behind it, which the next call fills without
+    moving what is there (:mod:`mercer.core.growth`); so keys and values of it are not contiguous, and share memory with
+    the caches before and after. None of them ever changes.
+
     Attributes:
         keys: ``[B, Hk, Lp, D]`` in the dtype of the input; under a window only what can still be seen.
         values: ``[B, Hk, Lp, Dv]``.
@@ -169,6 +174,35 @@ class CacheState(State):
     length: Tensor
     valid: Tensor | None = None
     log: Tensor | None = None
+    _spot: Spot | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(cls, kept: Joined, length: Tensor, valid: Tensor | None, log: Tensor | None) -> Self:
+        """The cache of tokens that may stand in a buffer."""
+        state = cls(kept.keys, kept.values, length, valid, log)
+        if kept.spot is not None:
+            object.__setattr__(state, "_spot", kept.spot)
+        return state
+
+    @property
+    def spot(self) -> Spot | None:
+        """Where keys and values stand in a buffer that can take more; None if they are tensors of their own."""
+        return self._spot
+
+    def detach(self) -> Self:
+        """The same values, cut from the graph."""
+        cut = super().detach()
+        return cut if self._spot is None else self.of(Joined(cut.keys, cut.values, self._spot), *_rest(cut))
+
+    def to(self, device: torch.device | str) -> Self:
+        moved = super().to(device)
+        if self._spot is None or moved.keys is not self.keys:
+            return moved
+        return self.of(Joined(moved.keys, moved.values, self._spot), *_rest(moved))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and other processes: the tokens it shows, without the buffer."""
+        return self.tensors() | {"valid": self.valid, "log": self.log}
 
     def _own_tensors(self) -> dict[str, Tensor]:
         out = {"keys": self.keys, "values": self.values, "length": self.length}
@@ -191,6 +225,10 @@ class CacheState(State):
         else:  # each key stands as far from the end as there are real keys from it on
             position = newest - self.valid.flip(1).cumsum(1).flip(1)
         return PastKeys(position, self.valid, self.length, self.log)
+
+
+def _rest(state: CacheState) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return state.length, state.valid, state.log
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,3 +254,10 @@ class MixedState(State):
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(self.near._map(change), self.far._map(change))
+
+    def detach(self) -> Self:
+        """The same values, cut from the graph."""
+        return type(self)(self.near.detach(), self.far.detach())
+
+    def to(self, device: torch.device | str) -> Self:
+        return type(self)(self.near.to(device), self.far.to(device))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mercer.core import growth
+from mercer.core.growth import Joined
 from mercer.core.layout import Tokens, layout, tokens
 from mercer.core.mixed import Mixed
 from mercer.core.state import CacheState, FeatureState, MixedState
@@ -78,17 +80,19 @@ def _by_features(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Ten
     )
     far = replace(call, kernel=kernel.far, state=past, unnormalized=True)
     seen = pairs.rows(near, own, query, key, value)
-    every_key, every_value = key, value
+    every = Joined(key, value, None)
     if cache is not None:
-        every_key, every_value = torch.cat((cache.keys, key), 2), torch.cat((cache.values, value), 2)
-    stream = _leaving(far, own, cache, (query, every_key, every_value), window)
+        every = growth.join((cache.keys, cache.values), cache.spot, key, value, call.return_state)
+    stream = _leaving(far, own, cache, (query, every.keys, every.values), window)
     rest = features.read(far, stream)
     joined = _join(kernel, seen, rest, _behind(call, own, window))
     if not call.return_state:
+        if cache is not None:
+            growth.leave(every, key.shape[2])
         return joined
     holding = replace(near, merged=replace(call.merged, left=window))
     view = layout(holding.merged, own, None if cache is None else cache.past())
-    held = pairs.cache(holding, own, view, every_key, every_value)
+    held = pairs.cache(holding, own, view, every)
     if held.valid is not None:  # rows of different lengths: what has left the window of a row is not in its cache
         held = replace(held, valid=held.valid & (held.valid.flip(1).cumsum(1).flip(1) <= window))
     assert isinstance(rest.state, FeatureState)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from mercer.backends.causal import causal_softmax
 from mercer.backends.sdpa import sdpa
+from mercer.core import growth
+from mercer.core.growth import Joined
 from mercer.core.layout import Layout, Tokens, layout
 from mercer.core.normalizers import Sum
 from mercer.core.state import CacheState
@@ -19,11 +21,12 @@ from mercer.forms.tiles import tiles
 
 def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> Rows:
     """Rows of a call whose queries, keys and values (blanked where padded) are laid out by ``own``."""
-    past = None
+    past, every = None, Joined(key, value, None)
     if call.state is not None:
         assert isinstance(call.state, CacheState)
         past = _checked_cache(call, call.state, key, value)
-        key, value = torch.cat((past.keys, key), 2), torch.cat((past.values, value), 2)
+        every = growth.join((past.keys, past.values), past.spot, key, value, call.return_state)
+        key, value = every.keys, every.values
     view = layout(call.merged, own, None if past is None else past.past())
     precision = call.precision
     denominator = peak = row_factor = None
@@ -45,7 +48,9 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
             numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.mass)
     if call.backend != "torch" and call.normalizer.needs_denominator and type(call.normalizer) is not Sum:
         denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
-    after = cache(call, own, view, key, value) if call.return_state else None
+    after = cache(call, own, view, every) if call.return_state else None
+    if past is not None and not call.return_state:
+        growth.leave(every, call.key.shape[2])
     return Rows(numerator, denominator, peak if row_factor is None else row_factor, after)
 
 
@@ -70,9 +75,9 @@ def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) ->
     return state
 
 
-def cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) -> CacheState:
+def cache(call: Call, own: Tokens, view: Layout, every: Joined) -> CacheState:
     """What the next call can see of all keys and values so far, its own ones included."""
-    batch, total = call.query.shape[0], key.shape[2]
+    batch, total = call.query.shape[0], every.keys.shape[2]
     length = own.count.expand(batch).to(torch.int64)
     if call.state is not None:
         length = length + call.state.length
@@ -86,14 +91,9 @@ def cache(call: Call, own: Tokens, view: Layout, key: Tensor, value: Tensor) -> 
         elif batch:
             behind = valid.flip(1).cumsum(1).flip(1)
             first = int((behind > call.merged.left).sum(1).min())
-    if (
-        first or call.state is None
-    ):  # a value of its own: neither the caller's tensors nor a view that keeps what was dropped
-        key, value = key[:, :, first:].clone(), value[:, :, first:].clone()
-    return CacheState(
-        keys=key,
-        values=value,
-        length=length,
-        valid=None if valid is None else valid.expand(batch, -1)[:, first:].clone(),
-        log=None if log is None else log[..., first:].clone(),
+    return CacheState.of(
+        growth.last(every, first, own=call.state is not None),
+        length,
+        None if valid is None else valid.expand(batch, -1)[:, first:].clone(),
+        None if log is None else log[..., first:].clone(),
     )
