@@ -23,3 +23,7 @@ class StorageError(MercerError, OSError):
 
 class Interrupted(MercerError):
     """Work was stopped by a signal after it was saved; the message says how to continue."""
+
+
+class PeerError(MercerError, ConnectionError):
+    """Another process did not send or take what it should have in time; the message names it, the step and the limit."""
