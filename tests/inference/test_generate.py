@@ -109,4 +109,22 @@ def test_learned_positions_that_do_not_reach_are_refused_before_anything_runs():
     with pytest.raises(InvalidArgument, match=r"a prompt of 26 by max_tokens=1; give at most 20 tokens"):
         generate(model, PROMPT * 2, 1)
     assert list(generate(model, PROMPT * 2, 0)) == []
-    assert len(list(generate(build(position="rotary", max_length=20), PROMPT, 9))) == 9
+    for position in ("alibi", "none"):
+        assert len(list(generate(build(position=position, max_length=20), PROMPT, 9))) == 9
+
+
+@pytest.mark.parametrize(("position", "fix"), [("rotary", "given a scaling"), ("sinusoidal", "may run on")])
+def test_positions_that_were_not_trained_so_far_are_refused_unless_they_may_run_on(position, fix):
+    model = build(position=position, max_length=20)
+    assert len(list(generate(model, PROMPT, 8))) == 8
+    with pytest.raises(InvalidArgument, match=rf"{position} positions for max_length=20 tokens, .*{fix}"):
+        generate(model, PROMPT, 9)
+    assert len(list(generate(model.with_positions(allow_longer=True), PROMPT, 9))) == 9
+
+
+def test_a_scaling_carries_generation_on():
+    model = build(position="rotary", max_length=20)
+    longer = model.with_positions(rope_scaling={"rope_type": "yarn", "factor": 2})
+    assert len(list(generate(longer, PROMPT, 28))) == 28
+    with pytest.raises(InvalidArgument, match=r"for 40 tokens, .* at most 28 can follow"):
+        generate(longer, PROMPT, 29)

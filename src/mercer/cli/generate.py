@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,17 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest tokens of this joint share.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="last, best (held-out loss) or a step.")] = "last",
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            help="Read past the trained length with rotary positions scaled: linear=4, ntk=4, dynamic=1, yarn=4, or "
+            "a JSON object as in a configuration.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_longer: Annotated[
+        bool, typer.Option("--allow-longer", help="Let positions run on past the trained length as they are.")
+    ] = False,
     echo: Annotated[bool, typer.Option(help="Print the prompt first.")] = True,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "cpu",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary on standard error.")] = False,
@@ -46,6 +57,10 @@ def generate(
     if not text:
         raise InvalidArgument("the prompt is empty; give at least one character")
     model, vocabulary = open_model(run, checkpoint, device)
+    if rope_scaling is not None or allow_longer:
+        with as_typed(generate):
+            scaling = model.config.rope_scaling if rope_scaling is None else _scaling(rope_scaling)
+            model = model.with_positions(rope_scaling=scaling, allow_longer=allow_longer)
     try:
         tokens = vocabulary.encode(text).tolist()
     except UnicodeDecodeError as error:
@@ -76,6 +91,20 @@ def generate(
             f"{count / seconds:.0f} a second",
             err=True,
         )
+
+
+def _scaling(text: str) -> dict[str, Any]:
+    """The dictionary of a scaling given as "yarn=4" or as JSON."""
+    import json
+
+    kind, _, factor = text.partition("=")
+    try:
+        values = json.loads(text) if text.lstrip().startswith("{") else {"rope_type": kind, "factor": float(factor)}
+    except ValueError:
+        raise InvalidArgument(
+            f"--rope-scaling is {text!r}; write a type and a factor, as in yarn=4, or a JSON object"
+        ) from None
+    return values
 
 
 def _write(text: str) -> None:

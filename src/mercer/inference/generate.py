@@ -37,7 +37,7 @@ def generate(
 
     Raises:
         InvalidArgument: the prompt is empty or has tokens outside the vocabulary, a count is out of range, or the
-            model's learned positions do not reach that far.
+            model's positions do not reach that far.
         NonFinite: the model's logits are not finite.
     """
     sampling = sampling or Sampling()
@@ -48,12 +48,19 @@ def generate(
     size = model.config.vocab_size
     if int(tokens.min()) < 0 or int(tokens.max()) >= size:
         raise InvalidArgument(f"the prompt has tokens outside 0..{size - 1}, the model's vocabulary")
-    longest = model.config.max_length
+    longest = model.reach
     # The last token is not read again, so it needs no position.
-    if model.config.position == "learned" and max_tokens and len(tokens) + max_tokens - 1 > longest:
+    if longest is not None and max_tokens and len(tokens) + max_tokens - 1 > longest:
+        kind = model.config.position
+        limit = f"max_length={longest}" if longest == model.config.max_length else str(longest)
+        fix = {
+            "learned": "",
+            "rotary": ", unless its positions are given a scaling (rope_scaling) or may run on (allow_longer)",
+            "sinusoidal": ", unless its positions may run on (allow_longer)",
+        }[kind]
         raise InvalidArgument(
-            f"the model has learned positions for max_length={longest} tokens, too few to continue a prompt of "
-            f"{len(tokens)} by max_tokens={max_tokens}; {_room(longest, len(tokens))}"
+            f"the model has {kind} positions for {limit} tokens, too few to continue a prompt of "
+            f"{len(tokens)} by max_tokens={max_tokens}; {_room(longest, len(tokens))}{fix}"
         )
     return _continue(model, tokens, max_tokens, sampling, seed, prefill)
 

@@ -11,12 +11,22 @@ from mercer.runtime.words import count
 if TYPE_CHECKING:
     from mercer.core.kernels import Kernel
     from mercer.core.normalizers import Normalizer
+    from mercer.nn.rope_scaling import RopeScaling
 
 Positive = Annotated[int, Field(ge=1)]
 
 
 def _as_pattern(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _as_scaling(value: Any) -> Any:
+    """A scaling given as a value, as the dictionary that is saved."""
+    if value is None or isinstance(value, dict):
+        return value
+    from mercer.nn.rope_config import scaling_to_dict
+
+    return scaling_to_dict(value)
 
 
 def causal_attention(name: str) -> "tuple[Kernel, Normalizer]":
@@ -92,6 +102,12 @@ class ModelConfig(BaseModel):
     g = sigmoid(x W + b), as random-feature attention does."""
     position: Literal["rotary", "sinusoidal", "learned", "alibi", "none"] = "rotary"
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
+    rope_turned: Positive | None = None
+    """Channels of a head that rotary positions turn, an even number; None: all of them."""
+    rope_scaling: Annotated[dict[str, Any] | None, BeforeValidator(_as_scaling)] = None
+    """Other rates of rotary positions, for sequences longer than max_length: {"rope_type": "yarn", "factor": 4.0}, with
+    the types and keys of `mercer.nn.rope_config`, or a scaling such as YaRN(4.0, trained=1024). A missing
+    original_max_position_embeddings is max_length."""
     window: Positive | None = None
     """A token sees this many tokens, itself included; None: all before it."""
     norm: Literal["rms", "layer"] = "rms"
@@ -103,7 +119,10 @@ class ModelConfig(BaseModel):
     bias: bool = False
     """Biases in all linear layers of the blocks and in layer norms."""
     max_length: Positive = 1024
-    """Longest sequence the model is meant for; the size of the table of learned positions."""
+    """Longest sequence the model is trained for; the size of the table of learned positions. Longer ones are refused
+    under rotary positions without a scaling and under sinusoidal ones, unless allow_longer says otherwise."""
+    allow_longer: bool = False
+    """Let rotary and sinusoidal positions run on past what the model is trained for."""
     tie_embeddings: bool = True
     """Read tokens and score them with one matrix."""
     init_std: Annotated[float, Field(ge=0)] = 0.02
@@ -131,8 +150,9 @@ class ModelConfig(BaseModel):
             raise ValueError(f"dim {self.dim} is not a multiple of {self.heads} heads; set head_dim")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
-        if self.position == "rotary" and self.head_size % 2:
+        if self.position == "rotary" and self.rope_turned is None and self.head_size % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
+        self._check_rope()
         if self.position == "sinusoidal" and self.dim % 2:
             raise ValueError(f"sinusoidal positions need an even dim, not {self.dim}")
         if not self.pattern:
@@ -149,6 +169,39 @@ class ModelConfig(BaseModel):
         if self.gain == "none" and self.gain_init is not None:
             raise ValueError('gain_init needs gain "head" or "channel"')
         return self
+
+    def _check_rope(self) -> None:
+        turned = self.rope_turned
+        if self.position != "rotary" and (turned is not None or self.rope_scaling is not None):
+            name = "rope_turned" if turned is not None else "rope_scaling"
+            raise ValueError(f'{name} is for position "rotary", not "{self.position}"')
+        if turned is not None and (turned % 2 or turned > self.head_size):
+            raise ValueError(f"rope_turned must be even and at most {self.head_size}, a head's channels, not {turned}")
+        if self.allow_longer and self.position == "learned":
+            raise ValueError("learned positions end with their table: raise max_length instead of allow_longer")
+        try:
+            scaling = self.scaling
+            if scaling is not None:
+                scaling.check(self.head_size if turned is None else turned)
+        except InvalidArgument as error:
+            raise ValueError(f"rope_scaling: {error}") from error
+
+    @property
+    def scaling(self) -> "RopeScaling | None":
+        """The scaling that `rope_scaling` describes."""
+        if self.rope_scaling is None:
+            return None
+        from mercer.nn.rope_config import scaling_from_dict
+
+        return scaling_from_dict(self.rope_scaling, max_length=self.max_length)
+
+    @property
+    def reach(self) -> int | None:
+        """The longest sequence that the model does not refuse; None: any."""
+        if self.allow_longer or self.position not in ("rotary", "sinusoidal", "learned"):
+            return None
+        scaling = self.scaling
+        return self.max_length if scaling is None else scaling.reach(self.max_length)
 
     @property
     def head_size(self) -> int:

@@ -1,7 +1,9 @@
 """The decoder language model: token embedding, blocks, final norm, scores over the vocabulary."""
 
-from collections.abc import Sequence
-from typing import Literal, overload
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ from mercer.nn.loss import default_block, linear_cross_entropy
 from mercer.nn.norms import LayerNorm, RMSNorm
 from mercer.nn.options import takes_gain
 from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
+from mercer.nn.reach import longest, refuse_longer
+from mercer.nn.rope_scaling import RopeScaling
 from mercer.nn.rotary import Rotary
 
 
@@ -33,7 +37,7 @@ class DecoderLM(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.reach = config, config.reach
         with torch.random.fork_rng(devices=[]):  # torch's default draws are replaced below; leave the caller's stream
             self.embedding = nn.Embedding(config.vocab_size, config.dim)
             self.positions: LearnedPositions | Sinusoidal | None = None
@@ -41,7 +45,7 @@ class DecoderLM(nn.Module):
                 self.positions = LearnedPositions(config.max_length, config.dim)
             elif config.position == "sinusoidal":
                 self.positions = Sinusoidal(config.dim)
-            rotary = Rotary(config.head_size, base=config.rope_base) if config.position == "rotary" else None
+            rotary = _rotary(config)
             self.blocks = nn.ModuleList(_block(config, layer, rotary) for layer in range(config.layers))
             self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
             tied = config.tie_embeddings
@@ -63,6 +67,28 @@ class DecoderLM(nn.Module):
         for i, attention in layers.items():
             own = None if seed is None else generator_of(seed, f"blocks.{i}.attention.redraw").initial_seed()
             attention.redraw(own)
+
+    def with_positions(
+        self, *, rope_scaling: RopeScaling | Mapping[str, Any] | None = None, allow_longer: bool = False
+    ) -> "DecoderLM":
+        """The same model for longer sequences than it was trained on: a model that shares this one's weights, with the
+        given scaling of its rotary positions, or with positions that simply run on.
+
+        rope_scaling: None takes a scaling away. Sequences are refused beyond `config.reach`.
+
+        Raises:
+            InvalidArgument: the model's positions have no scaling, or end with their table.
+        """
+        values = self.config.model_dump()
+        values["rope_scaling"] = rope_scaling if isinstance(rope_scaling, RopeScaling | None) else dict(rope_scaling)
+        values["allow_longer"] = allow_longer
+        config = ModelConfig(**values)
+        shared = {id(tensor): tensor for tensor in chain(self.parameters(), self.buffers())}
+        twin = copy.deepcopy(self, shared)
+        twin.config, twin.reach, rotary = config, config.reach, _rotary(config)
+        for block in twin.blocks:
+            block.attention.rotary = rotary
+        return twin
 
     @property
     def parameter_count(self) -> int:
@@ -104,9 +130,11 @@ class DecoderLM(nn.Module):
             raise InvalidArgument(
                 f"the model needs a state for each of its {len(self.blocks)} layers, got {len(states)}"
             )
+        offset = None if states is None else states[0].length
+        if self.reach is not None and self.config.position != "learned":  # that table says so itself
+            self._refuse_longer(longest(tokens.shape[1], padding, offset))
         x = self.embedding(tokens)
         if self.positions is not None:
-            offset = None if states is None else states[0].length
             where = token_positions(*tokens.shape, padding=padding, offset=offset, device=tokens.device)
             if isinstance(self.positions, Sinusoidal):
                 x = x * self.config.dim**0.5
@@ -160,6 +188,17 @@ class DecoderLM(nn.Module):
         logits = nn.functional.linear(x, self.head_weight)
         return logits if after is None else (logits, after)
 
+    def _refuse_longer(self, length: int) -> None:
+        if self.reach is None or length <= self.reach:
+            return
+        scaling = self.config.scaling
+        whose = "the model was trained for (max_length)" if scaling is None else f"{scaling} carries it to"
+        fix = "with_positions(allow_longer=True) lets positions run on"
+        if self.config.position == "rotary":
+            trained = self.config.max_length
+            fix = f"with_positions(rope_scaling=YaRN(factor=..., trained={trained})) gives them a scaling, or {fix}"
+        refuse_longer(whose, length, self.reach, fix)
+
     def loss(
         self, tokens: Tensor, targets: Tensor, *, padding: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
@@ -171,6 +210,13 @@ class DecoderLM(nn.Module):
         block = min(default_block(*weight.shape), max(self.parameter_count // weight.shape[0], 1))
         hidden = self.hidden(tokens, padding=padding)
         return linear_cross_entropy(hidden, weight, targets, block=block, reduction=reduction)
+
+
+def _rotary(config: ModelConfig) -> Rotary | None:
+    """The turning of all layers. How long a sequence may be the model asks once, not each layer."""
+    if config.position != "rotary":
+        return None
+    return Rotary(config.head_size, base=config.rope_base, turned=config.rope_turned, scaling=config.scaling)
 
 
 def _block(config: ModelConfig, layer: int, rotary: Rotary | None) -> Block:

@@ -6,17 +6,28 @@ from mercer.nn.feedforward import FeedForward
 from mercer.nn.loss import linear_cross_entropy
 from mercer.nn.norms import LayerNorm, RMSNorm
 from mercer.nn.positions import LearnedPositions, Sinusoidal, alibi_slopes
+from mercer.nn.rope_bands import Llama3, LongRoPE, YaRN
+from mercer.nn.rope_config import rope_from_config
+from mercer.nn.rope_scaling import NTK, DynamicNTK, LinearScaling, Proportional
 from mercer.nn.rotary import Rotary
 
 __all__ = [
+    "NTK",
     "Attention",
     "Block",
+    "DynamicNTK",
     "FeedForward",
     "LayerNorm",
     "LearnedPositions",
+    "LinearScaling",
+    "Llama3",
+    "LongRoPE",
+    "Proportional",
     "RMSNorm",
     "Rotary",
     "Sinusoidal",
+    "YaRN",
     "alibi_slopes",
     "linear_cross_entropy",
+    "rope_from_config",
 ]

@@ -1,6 +1,6 @@
 """The attention layer: projections around any kernel, normaliser and structure."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,11 @@ from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import State
 from mercer.core.structures import Alibi, Causal, Decay, Documents, Padding, Structure, merge
 from mercer.errors import InvalidArgument
+from mercer.nn import turned_by_length
 from mercer.nn.kernel_tensors import KernelTensors, random_parts, without_graph
 from mercer.nn.options import filled, gate_size, per_head
 from mercer.nn.positions import alibi_slopes, token_positions
+from mercer.nn.reach import longest
 from mercer.nn.rotary import Rotary, heads_per_run, split_and_turn
 from mercer.ops import attention
 
@@ -25,7 +27,8 @@ class Attention(nn.Module):
     dim: channels of x and y. heads: query heads; kv_heads: a divisor of heads (equal: multi-head, the default; 1:
     multi-query; between: grouped). head_dim: default dim / heads. kernel, normalizer, structure, scale, form and path
     are those of `mercer.attention`; default causal softmax. rotary: turns queries and keys by their positions, which
-    count real tokens only, start anew in each packed document and go on from the state. alibi: adds the standard
+    count real tokens only, start anew in each packed document and go on from the state. Where its scaling depends on
+    the length of the sequence, the state keeps keys as they were before turning. alibi: adds the standard
     slopes of ALiBi to the structure. gain: a learned factor on the output of L2, RMS or Standardize, "head" (one a
     head) or "channel" (one a head and channel), which starts at `gain_init`; shift: the same for Standardize's bias,
     which starts at 0. gate: SigmoidGate's gates are x W_gate, one a "channel" (the default) or one a "head". bias: adds
@@ -163,22 +166,23 @@ class Attention(nn.Module):
         if self.recency is not None:
             used = used & Decay(log_rate=self._log_rates(self.recency(x), padding), complement=True)
         documents = next((part for part in used.parts if isinstance(part, Documents)), None)
-        q, k, v = self._project(x, padding, documents, state)
         gate = None if self.gate is None else self._gates(self.gate(x))
-        result = attention(
-            q,
-            k,
-            v,
-            kernel=self.kernel,
-            normalizer=filled(self.normalizer, gate, self.gain, self.shift),
-            structure=used,
-            scale=self.scale,
-            state=state,
-            return_state=return_state,
-            form=self.form,
-            path=self.path,
-        )
-        out, after = result if isinstance(result, tuple) else (result, None)
+        options: dict[str, Any] = {
+            "kernel": self.kernel,
+            "normalizer": filled(self.normalizer, gate, self.gain, self.shift),
+            "structure": used,
+            "scale": self.scale,
+            "state": state,
+            "return_state": return_state,
+            "form": self.form,
+            "path": self.path,
+        }
+        self._check_length(x, padding, documents, state)
+        if self.rotary is not None and self.rotary.by_length:
+            out, after = turned_by_length.attend(self.rotary, *self._split(x), padding=padding, **options)
+        else:
+            result = attention(*self._project(x, padding, documents, state), **options)
+            out, after = result if isinstance(result, tuple) else (result, None)
         y = self.output(out.transpose(1, 2).flatten(2))
         return y if after is None else (y, after)
 
@@ -188,17 +192,42 @@ class Attention(nn.Module):
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise InvalidArgument(f"attention expects [B, L, {self.dim}], got a tensor of {list(x.shape)}")
+        self._check_length(x, None, None, None)
+        if self.rotary is not None and self.rotary.by_length:
+            query, key, value = self._split(x)
+            query, key = turned_by_length.turned(self.rotary, query, key)
+            return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return self._project(x, None, None, None)
+
+    def _check_length(
+        self, x: Tensor, padding: Tensor | None, documents: Documents | None, state: State | None
+    ) -> None:
+        """Refuse sequences beyond what the rotary was trained for."""
+        if self.rotary is None or self.rotary.reach is None:
+            return
+        offset = None if state is None else state.length
+        if documents is None:
+            self.rotary.check_length(longest(x.shape[1], padding, offset))
+            return
+        sizes = documents.offsets.diff()
+        totals = sizes if offset is None else sizes.to(offset.device) + offset.view(x.shape[0], -1)
+        self.rotary.check_length(int(totals.max()))
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, L, H, D] as the projection gives them."""
+        qkv = self.qkv(x).view(*x.shape[:2], self.heads + 2 * self.kv_heads, self.head_dim)
+        query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
+        return query, key, value
 
     def _project(
         self, x: Tensor, padding: Tensor | None, documents: Documents | None, state: State | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, L, D], turned if there is a rotary."""
         batch, length, _ = x.shape
-        qkv = self.qkv(x).view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.rotary is None:
-            parts = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
+            parts = self._split(x)
         else:
+            qkv = self.qkv(x).view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim)
             run = heads_per_run(self.head_dim, self.heads, self.kv_heads)
             dtype = torch.promote_types(qkv.dtype, torch.float32)
             if padding is None and documents is None and state is None:

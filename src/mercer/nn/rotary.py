@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from mercer.core.first_order import first_order
 from mercer.errors import InvalidArgument
 from mercer.nn.positions import angle_dtype
+from mercer.nn.reach import refuse_longer
+from mercer.nn.rope_scaling import RopeScaling, plain_rates
 
 RUN = 128
 """Channels turned by one inner loop: rows shorter than this spend their time in loop overhead."""
 KEPT = 64
 """Positions up to which their factors are kept for the next layer."""
+FIX = "give the positions a scaling such as YaRN(factor=..., trained=...), or say allow_longer=True"
 
 
 class Turns(NamedTuple):
@@ -21,8 +24,9 @@ class Turns(NamedTuple):
 
     y[j] = x[j] cos[j] + x[j + step] ahead[j] + x[j - step] behind[j]
 
-    where `ahead` is -sin at the first channel of each pair and 0 at the second, and `behind` is 0 and sin. All three
-    terms are long shifted products, so no channel is gathered; a shift that leaves its head meets a factor of 0.
+    where `ahead` is -sin at the first channel of each pair and 0 at the second, and `behind` is 0 and sin; where
+    nothing turns cos is 1 and both are 0. All three terms are long shifted products, so no channel is gathered; a shift
+    that leaves its head meets a factor of 0.
     """
 
     cos: Tensor
@@ -42,26 +46,91 @@ class Rotary(nn.Module):
     pairing="interleaved" pairs channels (2i, 2i + 1), as Meta's and GGUF's do. The two differ by a permutation of the
     channels of queries and keys (never of the values). Angles are computed in float64 where the device has it, and the
     rotation in float32 at least. The factors of positions 0..n-1 are kept once n is known.
+
+    Args:
+        dim: channels of a head.
+        base: of the rates; default 10000.
+        pairing: see above.
+        turned: only the first `turned` channels of a head turn, as a head of that many would, and the others stay (as
+            in GPT-NeoX, GPT-J and Phi); even; default all.
+        scaling: other rates, for longer sequences than the model was trained on (:mod:`mercer.nn.rope_scaling`).
+        max_length: the longest sequence that the model was trained on, or is meant for; None: not known.
+        allow_longer: let sequences be longer than max_length, or than the scaling carries it, without complaint.
     """
 
-    def __init__(self, dim: int, *, base: float = 10000.0, pairing: str = "half") -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        base: float = 10000.0,
+        pairing: str = "half",
+        turned: int | None = None,
+        scaling: RopeScaling | None = None,
+        max_length: int | None = None,
+        allow_longer: bool = False,
+    ) -> None:
         super().__init__()
-        if dim < 2 or dim % 2:
+        turned = dim if turned is None else turned
+        if dim < 2 or (turned == dim and dim % 2):
             raise InvalidArgument(f"rotary positions need an even head dimension of at least 2, got {dim}")
-        if base <= 0:
+        if turned < 2 or turned > dim or turned % 2:
+            raise InvalidArgument(
+                f"rotary positions turn an even number of channels from 2 to those of a head, {dim}; got {turned}"
+            )
+        if not 0 < base < math.inf:
             raise InvalidArgument(f"the base of rotary positions must be positive, got {base}")
         if pairing not in ("half", "interleaved"):
             raise InvalidArgument(f'the pairing of rotary positions must be "half" or "interleaved", got {pairing!r}')
-        self.dim, self.base, self.pairing = dim, base, pairing
+        if not isinstance(scaling, RopeScaling | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(
+                f"scaling of rotary positions must be an object such as YaRN(factor=4, trained=2048), not {scaling!r}"
+            )
+        if max_length is not None and max_length < 1:
+            raise InvalidArgument(f"max_length of rotary positions must be 1 or more, got {max_length}")
+        if scaling is not None:
+            scaling.check(turned)
+        self.dim, self.base, self.pairing, self.turned, self.scaling = dim, base, pairing, turned, scaling
+        self.max_length, self.allow_longer = max_length, allow_longer
         self._kept: tuple[object, Turns] | None = None
         self._kept_rates: Tensor | None = None
         self._last: tuple[Tensor, int, torch.dtype, Turns] | None = None
 
-    def turns(self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32) -> Turns:
+    @property
+    def by_length(self) -> bool:
+        """Whether the rates depend on the length of the sequence."""
+        return self.scaling is not None and self.scaling.by_length
+
+    @property
+    def reach(self) -> int | None:
+        """The longest sequence that is not refused; None: any."""
+        if self.max_length is None or self.allow_longer:
+            return None
+        return self.max_length if self.scaling is None else self.scaling.reach(self.max_length)
+
+    def check_length(self, length: int) -> None:
+        """Raise :class:`InvalidArgument` if a sequence of so many tokens is longer than :attr:`reach`."""
+        if self.reach is not None:
+            whose = "rotary positions were trained for" if self.scaling is None else f"{self.scaling} carries them to"
+            refuse_longer(whose, length, self.reach, FIX)
+
+    def turns(
+        self,
+        positions: Tensor,
+        *,
+        heads: int = 1,
+        dtype: torch.dtype = torch.float32,
+        lengths: Tensor | None = None,
+    ) -> Turns:
         """The factors for int positions [B or 1, L], repeated for `heads` heads side by side.
 
         Those of a few positions are kept until others are asked for: every layer of a model asks for the same ones.
+        lengths: int [B or 1, L or 1], that of each token's sequence, for a scaling that depends on it; default the
+        largest position of each row plus 1.
         """
+        if self.by_length:
+            if lengths is None:
+                lengths = positions.amax(1, keepdim=True) + 1 if positions.numel() else positions[:, :1]
+            return self._turns(positions, heads, dtype, lengths)
         plain = type(positions) is Tensor and positions.is_cpu and not torch.compiler.is_compiling()
         if not plain or positions.numel() > KEPT:
             return self._turns(positions, heads, dtype)
@@ -72,30 +141,46 @@ class Rotary(nn.Module):
                 last = self._last = (positions.clone(), heads, dtype, self._turns(positions.clone(), heads, dtype))
         return last[3]
 
-    def _turns(self, positions: Tensor, heads: int, dtype: torch.dtype) -> Turns:
+    def _turns(self, positions: Tensor, heads: int, dtype: torch.dtype, lengths: Tensor | None = None) -> Turns:
         wide = angle_dtype(positions.device)
-        angles = positions[..., None].to(wide) * self._rates(positions.device, wide)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        angles = positions[..., None].to(wide) * self._rates(positions.device, wide, lengths)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scaling is not None and self.scaling.temperature != 1:
+            cos, sin = cos * self.scaling.temperature, sin * self.scaling.temperature
+        cos, sin = cos.to(dtype), sin.to(dtype)
         zero = torch.zeros_like(sin)
         if self.pairing == "half":
             full = [torch.cat(pair, -1) for pair in ((cos, cos), (-sin, zero), (zero, sin))]
         else:
             full = [torch.stack(pair, -1).flatten(-2) for pair in ((cos, cos), (-sin, zero), (zero, sin))]
+        if self.turned < self.dim:
+            still = (0, self.dim - self.turned)
+            full = [nn.functional.pad(t, still, value=rest) for t, rest in zip(full, (1.0, 0.0, 0.0), strict=True)]
         cos, ahead, behind = (t.repeat(*(1,) * (t.dim() - 1), heads) for t in full)
-        return Turns(cos, ahead, behind, self.dim // 2 if self.pairing == "half" else 1)
+        return Turns(cos, ahead, behind, self.turned // 2 if self.pairing == "half" else 1)
 
-    def _rates(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """base^(-2i / dim) for the pairs of channels i; the last one asked for is kept."""
+    def _rates(self, device: torch.device, dtype: torch.dtype, lengths: Tensor | None) -> Tensor:
+        """Radians a position for the pairs of channels, [turned / 2]; the last one asked for is kept. By length:
+        [*lengths.shape, turned / 2].
+        """
+        if self.by_length:
+            assert self.scaling is not None
+            return self.scaling.rates(self.turned, self.base, lengths, device=device, dtype=dtype)
         kept = self._kept_rates
         if kept is None or kept.device != device or kept.dtype != dtype or torch.compiler.is_compiling():
             with torch.inference_mode(False), torch.no_grad():  # for later calls, which may record gradients
-                kept = self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=dtype) / self.dim)
+                if self.scaling is None:
+                    kept = plain_rates(self.turned, self.base, device=device, dtype=dtype)
+                else:
+                    kept = self.scaling.rates(self.turned, self.base, None, device=device, dtype=dtype)
             if not torch.compiler.is_compiling():
                 self._kept_rates = kept
         return kept
 
     def first_turns(self, length: int, *, heads: int, dtype: torch.dtype, device: torch.device) -> Turns:
-        """The factors of positions 0..length-1, from a table that grows by doubling."""
+        """The factors of positions 0..length-1, from a table that grows by doubling. Not for rates by length."""
+        if self.by_length:
+            raise InvalidArgument(f"{self.scaling} has no one table of turns: ask for turns(positions, lengths=...)")
         key = (heads, dtype, device)
         if self._kept is None or self._kept[0] != key or self._kept[1].cos.shape[1] < length:
             size = 1 << max(length - 1, 1).bit_length()
@@ -103,8 +188,12 @@ class Rotary(nn.Module):
         cos, ahead, behind, step = self._kept[1]
         return Turns(cos[:, :length], ahead[:, :length], behind[:, :length], step)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [B, L, H, dim]; positions: int64 [B, L] or [1, L]. Returns x turned, in its dtype."""
+    def forward(self, x: Tensor, positions: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """x: [B, L, H, dim]; positions: int64 [B, L] or [1, L]; lengths as of `turns`. Returns x turned, in its dtype.
+
+        Raises:
+            InvalidArgument: a position lies beyond `reach`, or shapes do not fit.
+        """
         if x.dim() != 4 or x.shape[-1] != self.dim:
             raise InvalidArgument(f"rotary positions expect [B, L, H, {self.dim}], got a tensor of {list(x.shape)}")
         if positions.shape not in (x.shape[:2], (1, x.shape[1])):
@@ -112,14 +201,23 @@ class Rotary(nn.Module):
                 f"rotary positions of x {list(x.shape)} must be [{x.shape[0]}, {x.shape[1]}] or [1, {x.shape[1]}], "
                 f"got {list(positions.shape)}"
             )
+        if self.reach is not None and positions.numel():
+            self.check_length(int(positions.max()) + 1)
+        return self.turn(x, positions, lengths)
+
+    def turn(self, x: Tensor, positions: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """As `forward`, of arguments that were checked."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        cos, ahead, behind, step = self.turns(positions, dtype=wide)
+        cos, ahead, behind, step = self.turns(positions, dtype=wide, lengths=lengths)
         y = x.to(wide)
         left, right = y.roll(-step, -1), y.roll(step, -1)
         return (y * cos[:, :, None] + left * ahead[:, :, None] + right * behind[:, :, None]).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, base={self.base}, pairing={self.pairing!r}"
+        some = "" if self.turned == self.dim else f", turned={self.turned}"
+        scaled = "" if self.scaling is None else f", scaling={self.scaling}"
+        known = "" if self.max_length is None else f", max_length={self.max_length}, allow_longer={self.allow_longer}"
+        return f"dim={self.dim}, base={self.base}, pairing={self.pairing!r}{some}{scaled}{known}"
 
 
 def heads_per_run(dim: int, *heads: int) -> int:
