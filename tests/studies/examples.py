@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 
+from mercer.studies.position_arms import parse_position_arms
+from mercer.studies.positions_findings import conclude
+from mercer.studies.positions_summary import Measured, summarize
 from mercer.studies.records import (
     ApproximationRecord,
     Corpus,
     CostRecord,
     Finding,
     OrdersRecord,
+    PositionsRecord,
     Provenance,
     RecallRecord,
 )
@@ -22,6 +26,7 @@ from mercer.studies.records.approximation import (
 from mercer.studies.records.common import Interval
 from mercer.studies.records.cost import CostPoint, CostShape, Crossing, MachineRates, Where
 from mercer.studies.records.orders import Arm, ArmSummary, OrdersTrial, Point
+from mercer.studies.records.positions import PositionsMeasurement, PositionsRun
 from mercer.studies.records.recall import Capacity, RecallResult, RecallSummary, RecallTask, RecallTrial
 from mercer.studies.statistics import mean_interval, paired_interval
 
@@ -351,4 +356,60 @@ def approximation(finished: bool = True) -> ApproximationRecord:
         points=points,
         needs=needs,
         findings=[Finding(question="Does the law hold?", verdict="undecided", text="In 1 of 5 cases.")],
+    )  # fmt: skip
+
+
+GROWTH = {"none": 0.4, "sinusoidal": 0.9, "rotary": 0.5, "rotary+yarn": 0.03, "rotary+window": 0.01, "alibi": -0.05}
+"""Nats that each way to read loses, from the first bucket beyond the trained length to the last."""
+
+
+def positions(seeds: int = 1, finished: bool = True) -> PositionsRecord:
+    arms = parse_position_arms(["learned", *GROWTH], 8)
+    runs, measurements = [], []
+    for place, position in enumerate(dict.fromkeys(arm.position for arm in arms)):
+        for seed in range(seeds):
+            level = 1.8 + 0.03 * place + 0.01 * seed * (-1) ** place
+            curve = [Point(step=s, loss=level + 3 * math.exp(-s / 60)) for s in range(0, 301, 30)]
+            runs.append(
+                PositionsRun(
+                    position=position, seed=seed, parameters=820_000, steps=300, heldout_curve=curve,
+                    loss=curve[-1].loss, tokens_per_second=10_000, seconds=40,
+                )
+            )  # fmt: skip
+            text = [[0.3 * math.sin(7 * block + bucket) for bucket in range(32)] for block in range(8)]
+            for arm in (arm for arm in arms if arm.position == position):
+                total = GROWTH.get(arm.name, 0.0)
+                losses = [
+                    [
+                        level + row[b] + (0.1 / (b + 1) if b < 4 else total * (b - 3) / 28)
+                        + 0.004 * math.cos(block * (place + 2) + b + seed) for b in range(4 if arm.bounded else 32)
+                    ]
+                    if arm.reading != "restart" else [level + x for x in row]
+                    for block, row in enumerate(text)
+                ]  # fmt: skip
+                measurements.append(PositionsMeasurement(arm=arm.name, seed=seed, losses=losses, seconds=2))
+    measured = Measured(arms, measurements, 4)
+    summaries = summarize(measured, 32)
+    return PositionsRecord(
+        finished=finished,
+        provenance=provenance("positions", list(range(seeds))),
+        corpus=Corpus(
+            name="Python 3.11.7 standard library", sha256="ab" * 32, train_files=900, heldout_files=45,
+            train_tokens=11_000_000, heldout_tokens=600_000,
+        ),
+        model={"dim": 128, "layers": 4, "heads": 4},
+        training={"steps": 300, "batch": 16, "length": 128},
+        calibration={"none": 0.2, "rotary": 0.2},
+        trained_length=128,
+        evaluated_length=1024,
+        bucket=32,
+        windows=64,
+        margin=0.05,
+        inside_margin=0.02,
+        seed_allowance=0.03,
+        arms=arms,
+        runs=runs,
+        measurements=measurements,
+        summaries=summaries,
+        findings=conclude(measured, summaries, runs, 128, 1024),
     )  # fmt: skip

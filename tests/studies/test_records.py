@@ -15,6 +15,8 @@ RECORDS = [
     examples.recall(),
     examples.cost(),
     examples.approximation(),
+    examples.positions(),
+    examples.positions(seeds=3),
 ]
 
 

@@ -14,6 +14,7 @@ from mercer.studies.records.common import Finding
 from mercer.studies.report import numbers, orders, render, write_page
 from mercer.studies.report.blocks import Figure
 from mercer.studies.report.marks import DARK_BACKGROUND, LIGHT_BACKGROUND, all_colours, contrast, label, mark
+from mercer.studies.report.position_marks import position_colours
 
 RECORDS = [
     examples.orders(),
@@ -21,6 +22,8 @@ RECORDS = [
     examples.recall(),
     examples.cost(),
     examples.approximation(),
+    examples.positions(),
+    examples.positions(seeds=3),
 ]
 
 
@@ -119,7 +122,9 @@ def test_rendering_again_needs_the_json_alone(tmp_path: Path) -> None:
 
 
 def test_colours_can_be_seen_on_both_backgrounds() -> None:
-    for colour, background in itertools.product(all_colours(), (LIGHT_BACKGROUND, DARK_BACKGROUND)):
+    for colour, background in itertools.product(
+        (*all_colours(), *position_colours()), (LIGHT_BACKGROUND, DARK_BACKGROUND)
+    ):
         assert contrast(colour, background) >= 3, (colour, background)
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
 

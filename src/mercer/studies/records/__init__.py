@@ -5,6 +5,7 @@ from mercer.studies.records.common import Corpus, Finding, Interval, Provenance,
 from mercer.studies.records.cost import CostRecord
 from mercer.studies.records.files import AnyRecord, StudyRecord, read_record, write_record
 from mercer.studies.records.orders import OrdersRecord
+from mercer.studies.records.positions import PositionsRecord
 from mercer.studies.records.recall import RecallRecord
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Finding",
     "Interval",
     "OrdersRecord",
+    "PositionsRecord",
     "Provenance",
     "RecallRecord",
     "Record",

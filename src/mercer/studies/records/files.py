@@ -13,11 +13,12 @@ from mercer.runtime.files import write_file
 from mercer.studies.records.approximation import ApproximationRecord
 from mercer.studies.records.cost import CostRecord
 from mercer.studies.records.orders import OrdersRecord
+from mercer.studies.records.positions import PositionsRecord
 from mercer.studies.records.recall import RecallRecord
 
-AnyRecord = OrdersRecord | RecallRecord | CostRecord | ApproximationRecord
+AnyRecord = OrdersRecord | RecallRecord | CostRecord | ApproximationRecord | PositionsRecord
 StudyRecord = Annotated[AnyRecord, Field(discriminator="study")]
-STUDIES = ("orders", "recall", "cost", "approximation")
+STUDIES = ("orders", "recall", "cost", "approximation", "positions")
 _adapter: TypeAdapter[AnyRecord] = TypeAdapter(StudyRecord)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,46 @@ class Plot:
         self.traces.append(trace)
         if legend:
             self.legend.append(Entry(label, mark.colour, dash or mark.dash, (len(self.traces) - 1,), shown))
+
+    def ribbon(self, x: Sequence[float], spread: Sequence[Interval], mark: Mark) -> None:
+        """The intervals around the line drawn last, as one shaded area that shows and hides with it; nothing if some
+        point has none."""
+        bounds = [(s.low, s.high) for s in spread if s.low is not None and s.high is not None]
+        if len(bounds) < len(spread):
+            return
+        red, green, blue = (int(mark.colour[at : at + 2], 16) for at in (1, 3, 5))
+        self.traces.append(
+            go.Scatter(
+                x=[*x, *reversed(x)],
+                y=[*(low for low, _ in bounds), *(high for _, high in reversed(bounds))],
+                mode="lines",
+                fill="toself",
+                fillcolor=f"rgba({red},{green},{blue},0.18)",
+                line={"width": 0},
+                hoverinfo="skip",
+                visible=self.traces[-1].visible,
+            )
+        )
+        self.legend[-1] = self.legend[-1].with_trace(len(self.traces) - 1)
+
+    def upright(self, text: str, x: float) -> None:
+        """A vertical line across the plot, named at its top."""
+        line = {"color": _LINE, "width": 1.5, "dash": "dash"}
+        self.shapes.append(
+            {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line, "layer": "below"}
+        )
+        place = math.log10(x) if self.x_log else x  # annotations, unlike shapes, are placed by the logarithm
+        self.annotations.append(
+            {
+                "x": place,
+                "xanchor": "right",
+                "yref": "paper",
+                "y": 1,
+                "yanchor": "top",
+                "text": text,
+                "showarrow": False,
+            }
+        )
 
     def whisker(self, label: str, row: str, value: Interval, mark: Mark, hover: str) -> None:
         """A point with its interval along x, on a row named by its category."""

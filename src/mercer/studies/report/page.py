@@ -13,9 +13,16 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from mercer.runtime.files import write_file
-from mercer.studies.records import AnyRecord, ApproximationRecord, CostRecord, OrdersRecord, RecallRecord
+from mercer.studies.records import (
+    AnyRecord,
+    ApproximationRecord,
+    CostRecord,
+    OrdersRecord,
+    PositionsRecord,
+    RecallRecord,
+)
 from mercer.studies.records.files import read_record
-from mercer.studies.report import approximation, cost, numbers, orders, recall
+from mercer.studies.report import approximation, cost, numbers, orders, positions, recall
 from mercer.studies.report.blocks import Figure, Page, Table
 
 
@@ -59,6 +66,8 @@ def _build(record: AnyRecord) -> Page:
             return cost.build(record)
         case ApproximationRecord():
             return approximation.build(record)
+        case PositionsRecord():
+            return positions.build(record)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
