@@ -30,6 +30,17 @@ OF_AN_EXTRA = {
         "polynomial_parts",
         "step_kernels",
     )
+} | {
+    f"mercer.integrations.{name}": ("transformers",)
+    for name in (
+        "transformers",
+        "hf.attention",
+        "hf.masks",
+        "hf.recognise",
+        "hf.registry",
+        "hf.states",
+        "hf.swap",
+    )
 }
 """Modules that are made of what an extra brings, and which of it; nothing imports them before it is found to be
 there.

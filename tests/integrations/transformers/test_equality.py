@@ -1,0 +1,82 @@
+"""`mercer:softmax` is the attention that the models have."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from tests.integrations.transformers.zoo import assert_same, make, padded, tokens  # noqa: E402
+
+import mercer.integrations.transformers  # noqa: E402, F401  # registers the names
+
+pytestmark = pytest.mark.peers
+DECODERS = ("gpt2", "llama", "mistral", "gemma", "gemma3", "gpt_neox")
+
+
+@torch.no_grad()
+def both(model, peer="eager", **inputs):
+    model.set_attn_implementation("mercer:softmax")
+    ours = model(**inputs).logits
+    model.set_attn_implementation(peer)
+    return ours, model(**inputs).logits
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "bert"])
+def test_logits_of_a_sequence(kind):
+    assert_same(*both(make(kind), input_ids=tokens(2, 37)))
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "bert"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_logits_of_a_padded_batch(kind, side):
+    mask = padded([19, 7, 13], 19, side)
+    ours, theirs = both(make(kind), input_ids=tokens(3, 19), attention_mask=mask)
+    assert torch.isfinite(ours).all()
+    assert_same(ours[mask.bool()], theirs[mask.bool()])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_padding_between_tokens(kind):
+    """A mask with holes, as a chat of several padded turns makes."""
+    mask = padded([19, 19], 19, "left")
+    mask[1, 5:9] = 0
+    ours, theirs = both(make(kind), input_ids=tokens(2, 19), attention_mask=mask)
+    assert_same(ours[mask.bool()], theirs[mask.bool()])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_packed_sequences(kind):
+    places = torch.cat([torch.arange(n) for n in (11, 1, 17)]).expand(2, -1)
+    assert_same(*both(make(kind), input_ids=tokens(2, 29), position_ids=places, use_cache=False))
+
+
+def test_images():
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert_same(*both(make("vit"), pixel_values=images))
+
+
+def test_an_encoder_with_a_decoder_that_looks_at_it():
+    mask = padded([12, 7], 12, "right")
+    inputs = {"input_ids": tokens(2, 12), "attention_mask": mask, "decoder_input_ids": tokens(2, 9, 2)}
+    assert_same(*both(make("marian"), **inputs))
+
+
+@pytest.mark.parametrize("form", ["boolean", "added"])
+def test_a_mask_of_four_dimensions(form):
+    real = padded([9, 6], 9, "right").bool()
+    mask = (torch.ones(9, 9, dtype=torch.bool).tril() & real[:, None])[:, None]
+    if form == "added":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    model = make("llama")
+    model.set_attn_implementation("mercer:softmax")
+    with torch.no_grad():
+        ours = model(input_ids=tokens(2, 9), attention_mask=mask).logits
+        model.set_attn_implementation("sdpa")
+        theirs = model(input_ids=tokens(2, 9), attention_mask=mask).logits
+    assert_same(ours[real], theirs[real])
+
+
+def test_double_precision_is_kept():
+    model = make("llama").double()
+    ours, theirs = both(model, "sdpa", input_ids=tokens(2, 21))  # eager attention has its softmax in float32
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
