@@ -28,6 +28,10 @@ OF_AN_EXTRA = {
         "polynomial_blocks",
         "polynomial_kernels",
         "polynomial_parts",
+        "softmax_backward",
+        "softmax_kernels",
+        "softmax_parts",
+        "softmax_vectors",
         "step_kernels",
     )
 } | {

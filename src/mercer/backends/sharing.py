@@ -35,6 +35,17 @@ def share(items: int, part: Callable[[int, int, int], None]) -> None:
         other.result()
 
 
+def share_each(items: int, part: Callable[[int, int], None]) -> None:
+    """Run part(thread, item) for every item; a thread that is done takes the next item, lowest numbers first."""
+    waiting = iter(range(items))  # the interpreter hands each number to one thread only
+
+    def work(thread: int, _start: int, _stop: int) -> None:
+        for item in waiting:
+            part(thread, item)
+
+    share(threads_for(items), work)
+
+
 @lru_cache
 def _pool(_process: int, threads: int) -> ThreadPoolExecutor:
     """Threads that sleep between calls; a forked process makes its own."""
