@@ -136,7 +136,7 @@ class FeatureState(State):
         peak, fade, rise = None, later.log_decay, torch.zeros_like(later.log_decay)
         if self.peak is not None and later.peak is not None:
             before = self.peak + later.log_decay
-            peak = torch.maximum(before, later.peak)
+            peak = torch.maximum(before, later.peak).detach()  # a reference: no value depends on it
             reference = peak.masked_fill(peak == -torch.inf, 0)
             fade, rise = before - reference, later.peak - reference
         first, second = (x.exp().to(self.features.dtype) for x in (fade, rise))

@@ -11,6 +11,7 @@ from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Structure
 from mercer.distributed.agreement import agree, describe
 from mercer.distributed.by_ring import ring_rows
+from mercer.distributed.by_state import state_rows
 from mercer.distributed.links import Link
 from mercer.distributed.request import Request, request
 from mercer.distributed.sharding import Sharding
@@ -37,6 +38,24 @@ def ring_attention(
         link, "ring", query, key, value, kernel, normalizer, structure, scale, sharding, f"overlap={overlap}"
     )
     return ring_rows(made, link, overlap)
+
+
+def state_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    sharding: Sharding,
+    kernel: Kernel,
+    normalizer: Normalizer | None = None,
+    structure: Structure | None = None,
+    scale: float | None = None,
+    group: Any = None,
+    timeout: float = 300.0,
+) -> Tensor:
+    link = Link(group, timeout)
+    made = _agreed(link, "state", query, key, value, kernel, normalizer, structure, scale, sharding)
+    return state_rows(made, link)
 
 
 def _agreed(

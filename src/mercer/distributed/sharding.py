@@ -83,8 +83,8 @@ class Sharding:
         """The whole tensor from every process's part, in the order of ranks. Differentiable."""
         if [part.shape[dim] for part in parts] != [self.size(rank) for rank in range(self.processes)]:
             raise InvalidArgument(
-                f"unshard: dimension {dim} of the parts must be {[self.size(r) for r in range(self.processes)]} tokens, "
-                f"not {[part.shape[dim] for part in parts]}."
+                f"unshard: the parts must have {[self.size(rank) for rank in range(self.processes)]} tokens in "
+                f"dimension {dim}, not {[part.shape[dim] for part in parts]}."
             )
         found: dict[int, Tensor] = {}
         for rank, part in enumerate(parts):
