@@ -94,20 +94,24 @@ class Sight:
 
 
 def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
-    """Whether the kernels compute this combination: sums in float32 on the CPU, no decay, slopes without gradient."""
+    """Whether the kernels compute this combination: sums in float32 on the CPU, no decay, slopes without gradient.
+
+    Packed documents come as padded batches.
+    """
     slopes = None if merged.alibi is None else merged.alibi.slopes
     return (
         type(kernel) is Exp
         and normalizer.scale_invariant
         and normalizer.takes_divided_rows
         and merged.decay is None
-        and merged.documents is None
+        and not merged.patterns
         and not (slopes is not None and slopes.requires_grad and torch.is_grad_enabled())
         and sizes.query_length > 0
         and sizes.key_length + sizes.past_length > 0
         and sizes.device == "cpu"
         and sizes.itemsize == 4
         and max(sizes.dim, sizes.value_dim) <= WIDEST
+        and not torch.compiler.is_compiling()  # which cannot trace them
         and installed()
     )
 
@@ -169,8 +173,9 @@ def backward(
     grad_log_sum: Tensor | None,
     scale: float,
     sight: Sight,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in their dtypes.
+    """Gradients of query, key and value.
 
     Args:
         query, key, value, scale, sight: of the call.
@@ -178,9 +183,10 @@ def backward(
             then the gradients are what this part adds to those of the whole.
         grad_out: ``[B, Hq, Lq, Dv]``.
         grad_log_sum: ``[B, Hq, Lq]`` or None for 0.
+        dtype: of the gradients; by default those of query, key and value. float32 leaves sums of parts unrounded.
     """
     _check(query, key, value, sight)
-    return _Pass(query, key, value, scale, sight).backward(out, log_sum, grad_out, grad_log_sum)
+    return _Pass(query, key, value, scale, sight).backward(out, log_sum, grad_out, grad_log_sum, dtype)
 
 
 class _Softmax(torch.autograd.Function):
@@ -271,7 +277,12 @@ class _Pass:
         return out.to(dtype), log_sum
 
     def backward(
-        self, out: Tensor, log_sum: Tensor, grad_out: Tensor, grad_log_sum: Tensor | None
+        self,
+        out: Tensor,
+        log_sum: Tensor,
+        grad_out: Tensor,
+        grad_log_sum: Tensor | None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from mercer.backends.softmax_backward import room
         from mercer.backends.softmax_kernels import compiled
@@ -288,9 +299,11 @@ class _Pass:
         split = -(-key_tiles // splits)
         splits = -(-key_tiles // split)
         self.sizes[at.SPLIT], self.sizes[at.SPLITS] = split, splits
+        inputs = self.query, self.key, self.value
+        dtypes = [x.dtype if dtype is None else dtype for x in inputs]
         grads = [
-            _laid_out(x, x.shape[3], x.dtype if x.dtype == torch.bfloat16 else torch.float32)
-            for x in (self.query, self.key, self.value)
+            _laid_out(x, x.shape[3], kind if kind == torch.bfloat16 else torch.float32)
+            for x, kind in zip(inputs, dtypes, strict=True)
         ]
         parts = None
         if splits > 1:
@@ -307,7 +320,7 @@ class _Pass:
         share_each(items, lambda thread, item: retrace(*tables, self.scale, work[thread].data_ptr(), item))
         if parts is not None:
             grads[0].copy_(parts.sum(0))
-        query, key, value = (g.to(x.dtype) for g, x in zip(grads, (self.query, self.key, self.value), strict=True))
+        query, key, value = (g.to(kind) for g, kind in zip(grads, dtypes, strict=True))
         return query, key, value
 
 
