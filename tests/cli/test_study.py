@@ -16,7 +16,7 @@ from mercer.cli.main import app
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.models.io import save_model
-from mercer.studies import approximation, cost, orders, recall
+from mercer.studies import approximation, cost, orders, positions, recall
 from mercer.studies.records import write_record
 from mercer.training.integrity import seal
 
@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({"budget": budget, "out": out} | options)
         return Path("page.html")
 
-    for study in (orders, recall, cost, approximation):
+    for study in (orders, recall, cost, approximation, positions):
         monkeypatch.setattr(study, "run", run)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # the command would set it for the whole process
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/mercer", "study", "orders", "--text", "two words.txt"])
@@ -64,19 +64,46 @@ def test_every_option_arrives(calls: list[dict[str, Any]], words: list[str], mor
     assert call == {"budget": "full", "out": Path("there"), "command": command} | COMMON | more
 
 
+def test_every_option_of_positions_arrives(calls: list[dict[str, Any]]) -> None:
+    words = [
+        "--budget",
+        "full",
+        "-p",
+        "alibi",
+        "--position",
+        "rotary+yarn",
+        "--text",
+        "a",
+        "--seeds",
+        "2",
+        "--steps",
+        "7",
+    ]
+    done = CliRunner().invoke(
+        app, ["study", "positions", *words, "--lr", "0.1", "--device", "cpu", "-q", "-o", "there"]
+    )
+    assert done.exit_code == 0, done.output
+    (call,) = calls
+    assert call == {
+        "budget": "full", "out": Path("there"), "text": ["a"], "positions": ["alibi", "rotary+yarn"], "seeds": 2,
+        "steps": 7, "learning_rate": 0.1, "device": "cpu", "quiet": True, "command": call["command"],
+    }  # fmt: skip
+
+
 def test_the_folder_has_the_names_of_study_and_budget(calls: list[dict[str, Any]]) -> None:
-    for words in (["orders"], ["recall", "--budget", "standard"], ["cost"], ["approximation"]):
+    for words in (["orders"], ["recall", "--budget", "standard"], ["cost"], ["approximation"], ["positions"]):
         CliRunner().invoke(app, ["study", *words])
     assert [str(call["out"]) for call in calls] == [
         "runs/orders-quick",
         "runs/recall-standard",
         "runs/cost-quick",
         "runs/approximation-quick",
+        "runs/positions-quick",
     ]
 
 
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    for study in ("orders", "recall", "cost", "approximation"):
+    for study in ("orders", "recall", "cost", "approximation", "positions"):
         done = CliRunner().invoke(app, ["study", study, "--budget", "tiny", "-o", str(tmp_path / study)])
         assert done.exit_code == 2
         assert done.stderr.splitlines() == ["Error: budget 'tiny' is unknown; use quick, standard, full."]
@@ -90,6 +117,8 @@ def test_a_number_out_of_range_is_named_as_its_flag(tmp_path: Path) -> None:
         ("orders", "--lr", "nan"),
         ("approximation", "--target", "1.0"),
         ("approximation", "--steps", "0"),
+        ("positions", "--seeds", "0"),
+        ("positions", "--lr", "0.0"),
     ):
         done = CliRunner().invoke(app, ["study", study, flag, value, "-o", str(tmp_path / study)])
         assert done.exit_code == 2
@@ -115,7 +144,13 @@ def test_a_report_is_rendered_again(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "cannot be read: no such file or directory."),
-        (b"{}", "is not the JSON of a mercer study: its key 'study' must be orders, recall, cost or approximation."),
+        (
+            b"{}",
+            (
+                "is not the JSON of a mercer study: its key 'study' must be orders, recall, cost, approximation or "
+                "positions."
+            ),
+        ),
         (b"[", "is not the JSON of a mercer study: it is not valid JSON."),
         (b"\xff\xfe", "is not the JSON of a mercer study: it is not text."),
         (b'{"study": "cost"}', "is not the JSON of a mercer study: finished is missing."),

@@ -1,17 +1,21 @@
-"""Studies small enough for a test: ``python small.py FOLDER`` runs one of orders until it is killed."""
+"""Studies small enough for a test: ``python small.py FOLDER`` runs one of orders until it is killed, and
+``python small.py FOLDER positions`` one of positions."""
 
 from __future__ import annotations
 
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
-from mercer.studies import orders
+from mercer.studies import orders, positions
 
 MODEL = {"dim": 16, "layers": 1, "heads": 2}
 TRAINING = {"batch": 2, "length": 16, "learning_rate": 3e-3, "eval_windows": 6, "keep": 1}
 ATTENTIONS = ("softmax", "exp-l2", "taylor2-l2")
 STEPS = 24
+SCHEMES = ("rotary", "rotary+yarn", "alibi")
+POSITIONS: dict[str, Any] = {"MODEL": MODEL, "TRAINING": TRAINING, "EXTENSION": 4, "WINDOWS": 8, "BLOCKS": 4}
 
 
 def make_text(folder: Path) -> Path:
@@ -26,13 +30,17 @@ def make_text(folder: Path) -> Path:
 
 
 def shrink() -> None:
-    """Make the study of orders small. Only for processes and tests that end with it."""
+    """Make the studies small. Only for processes and tests that end with it."""
     orders.MODEL, orders.TRAINING = MODEL, TRAINING
+    for name, value in POSITIONS.items():
+        setattr(positions, name, value)
 
 
 if __name__ == "__main__":
     shrink()
     root = Path(sys.argv[1])
-    orders.run(
-        "standard", root / "study", text=[root / "text"], attentions=ATTENTIONS, seeds=2, steps=STEPS, device="cpu"
-    )
+    common: dict[str, Any] = {"text": [root / "text"], "seeds": 2, "steps": STEPS, "device": "cpu"}
+    if sys.argv[2:] == ["positions"]:
+        positions.run("standard", root / "study", positions=SCHEMES, **common)
+    else:
+        orders.run("standard", root / "study", attentions=ATTENTIONS, **common)

@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
     group.command()(recall)
     group.command()(cost)
     group.command()(approximation)
+    group.command()(positions)
     app.add_typer(group, name="study")
 
 
@@ -158,6 +159,49 @@ def approximation(
             budget, out or Path(f"runs/approximation-{budget}"), model=None if model is None else model_folder(model),
             text=text or (), attentions=attention or (), steps=steps, target=target, device=device, command=command,
             quiet=quiet,
+        )  # fmt: skip
+    typer.echo(page)
+
+
+def positions(
+    budget: Budget = "quick",
+    out: Out = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Files, folders or globs to learn from; may be repeated (the Python library's source)."),
+    ] = None,
+    position: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--position",
+            "-p",
+            help="Instead of the budget's; may be repeated: none, sinusoidal, learned, rotary, alibi, t5, rotary+yarn.",
+        ),
+    ] = None,
+    seeds: Seeds = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps of each run; quick otherwise measures how many fit.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", "--lr", help="Peak of the schedule, for all (0.003).")
+    ] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """What happens to a model's loss beyond its trained length?
+
+    The same decoder with each position scheme, trained on short sequences of the same text and read to eight times
+    their length. After a scheme may stand how to read: '+restart' (the context begins anew), '+window', and for rotary
+    '+linear', '+ntk', '+dynamic' or '+yarn', with a factor if wanted, as in 'rotary+yarn=4'. Stopped at any moment,
+    the same command continues.
+    """
+    command = _command()
+    from mercer.studies.positions import run
+
+    with as_typed(positions):
+        page = run(
+            budget, out or Path(f"runs/positions-{budget}"), text=text or (), positions=position or (), seeds=seeds,
+            steps=steps, learning_rate=learning_rate, device=device, command=command, quiet=quiet,
         )  # fmt: skip
     typer.echo(page)
 

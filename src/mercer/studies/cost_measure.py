@@ -94,7 +94,7 @@ def planned_seconds(way: Way, shape: Shape, length: int, machine: Machine) -> fl
         item = shape.dtype.itemsize
         sizes = Sizes(
             shape.batch, shape.heads, shape.heads, 1, 1, shape.head_dim, shape.head_dim, past, max(item, 4), item,
-            shape.device.type,
+            shape.device.type, bfloat16=shape.dtype == torch.bfloat16,
         )  # fmt: skip
         return choose(kernel, normalizer, merge(Causal()), sizes, way.form, way.path, stateful=True).seconds
 
