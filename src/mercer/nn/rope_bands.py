@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mercer.errors import InvalidArgument
-from mercer.nn.rope_scaling import LengthScaling, RopeScaling, count, number, plain_rates
+from mercer.nn.rope_scaling import LengthScaling, RopeScaling, count, flag, number, plain_rates
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class YaRN(RopeScaling):
             value = getattr(self, name)
             if value is not None or name.startswith("beta"):
                 number("YaRN", value, 0, name)
+        flag("YaRN", "truncate", self.truncate)
         if not 0 < self.beta_slow < self.beta_fast:
             raise InvalidArgument(
                 f"YaRN: beta_slow must be above 0 and below beta_fast, not {self.beta_slow} with {self.beta_fast}"
@@ -157,6 +158,7 @@ class LongRoPE(LengthScaling):
     def __post_init__(self) -> None:
         count("LongRoPE", "trained", self.trained)
         number("LongRoPE", self.factor, 1)
+        flag("LongRoPE", "per_token", self.per_token)
         if self.attention_factor is not None:
             number("LongRoPE", self.attention_factor, 0, "attention_factor")
         for name in ("short", "long"):

@@ -81,6 +81,12 @@ def count(where: str, name: str, value: object) -> None:
         raise InvalidArgument(f"{where}: {name} must be a whole number of 1 or more, not {value!r}")
 
 
+def flag(where: str, name: str, value: object) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{where}: {name} must be True or False, not {value!r}")
+
+
 def _several_pairs(scaling: RopeScaling, dim: int) -> None:
     if dim < 4:
         raise InvalidArgument(f"{scaling} changes the base, which needs at least 4 turned channels, not {dim}")
@@ -163,6 +169,7 @@ class DynamicNTK(LengthScaling):
         number("DynamicNTK", self.factor, 1)
         count("DynamicNTK", "trained", self.trained)
         count("DynamicNTK", "every", self.every)
+        flag("DynamicNTK", "per_token", self.per_token)
 
     def base(self, dim: int, base: float, length: Tensor) -> Tensor:
         """The base for sequences of these lengths, float64 or, where the device lacks it, float32."""
