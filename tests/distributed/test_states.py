@@ -1,13 +1,16 @@
 """One state along the sequence: equal to one process, forward and in every gradient."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.contracts import cells
 from tests.distributed.compare import Case, compare
 from tests.distributed.pool import Pool
 
-from mercer.distributed import state_attention
+from mercer.distributed import attention
 
+state = partial(attention, exchange="state")
 SIZES = (2, 3, 4)
 ORDERS = ("contiguous", "zigzag")
 STRUCTURES = tuple(
@@ -19,7 +22,7 @@ STRUCTURES = tuple(
 @pytest.mark.parametrize("size", SIZES)
 def test_every_structure(pool: Pool, size: int):
     cases = [Case("taylor2", structure=name, order=ORDERS[(i + size) % 2]) for i, name in enumerate(STRUCTURES)]
-    assert pool.run(size, compare, cases, state_attention) == [len(cases)] * size
+    assert pool.run(size, compare, cases, state) == [len(cases)] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -43,7 +46,7 @@ def test_kernels_normalisers_and_dtypes(pool: Pool, size: int):
     ]
     cases += [Case(kernel, dtype=torch.float32, order=order) for kernel in ("elu", "taylor2") for order in ORDERS]
     cases += [Case("taylor2", dtype=torch.bfloat16), Case("elu", value_dim=5)]
-    assert pool.run(size, compare, cases, state_attention) == [len(cases)] * size
+    assert pool.run(size, compare, cases, state) == [len(cases)] * size
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 16])
@@ -55,4 +58,4 @@ def test_lengths_that_do_not_divide(pool: Pool, length: int):
         for structure in ("full", "causal", "decay-token", "documents-causal")
         for order in ORDERS
     ]
-    assert pool.run(4, compare, cases, state_attention) == [len(cases)] * 4
+    assert pool.run(4, compare, cases, state) == [len(cases)] * 4

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mercer.core.kernels import Kernel
 from mercer.core.layout import tokens
+from mercer.core.normalizers import Sum
 from mercer.core.structures import merge
+from mercer.distributed.blocks import Engine, Fused, Tiled
 from mercer.distributed.links import Link
 from mercer.distributed.request import Request, finish
 from mercer.distributed.ring import ring
@@ -16,13 +17,7 @@ from mercer.distributed.sums import cumulative, whole_mask
 from mercer.forms.call import blank
 
 
-def keeps_keys(kernel: Kernel) -> bool:
-    """Whether keys travel as they came, in their own dtype: the kernel does nothing to them before the product."""
-    kind = type(kernel)
-    return kind.map_key is Kernel.map_key and kind.scaled_key is Kernel.scaled_key
-
-
-def ring_rows(made: Request, link: Link, overlap: bool = True) -> Tensor:
+def ring_rows(made: Request, link: Link, backend: str, overlap: bool) -> Tensor:
     """The output of this process's queries, ``[B, Hq, size, Dv]``."""
     sharding, merged = made.sharding, made.merged
     valid = real(made, link)
@@ -30,23 +25,18 @@ def ring_rows(made: Request, link: Link, overlap: bool = True) -> Tensor:
     at = sharding.positions(link.rank, made.query.device)
     own = None if valid is None else valid[:, at]
     query_valid = own if merged.ordered else merged.padding.queries if merged.padding is not None else None
-    key, value = blank(made.key, own), blank(made.value, own)
-    query = made.kernel.scaled_query(blank(made.query, query_valid).to(made.precision), made.scale)
-    if not keeps_keys(made.kernel):
-        key = made.kernel.scaled_key(key.to(made.precision), made.scale)
+    query, key, value = blank(made.query, query_valid), blank(made.key, own), blank(made.value, own)
+    engine: Engine = Fused(scene, made.scale) if backend == "numba" else Tiled(scene, made.kernel)
+    if isinstance(engine, Tiled):
+        query = made.kernel.scaled_query(query.to(made.precision), made.scale)
+        if not made.keeps_keys:
+            key = made.kernel.scaled_key(key.to(made.precision), made.scale)
     place = at.unsqueeze(0) if scene.position is None else scene.position[:, at]
-    logs = _logs(made, link, own, place)
-    numerator, denominator, factor = ring(
-        query,
-        key,
-        value,
-        (None if merged.alibi is None else merged.alibi.slopes, *logs),
-        made.kernel,
-        scene,
-        link,
-        overlap,
-    )
+    logs = (None if merged.alibi is None else merged.alibi.slopes, *_logs(made, link, own, place))
+    numerator, denominator, factor = ring(query, key, value, logs, engine, link, made.precision, overlap)
     divisor: Tensor | None = denominator if made.normalizer.needs_denominator else None
+    if isinstance(engine, Fused) and type(made.normalizer) is Sum:
+        divisor = None  # rows are divided already, and their gradients go through that
     if made.normalizer.needs_count:
         divisor = _counts(scene, place, query_valid, at, numerator.dtype)
     return finish(made, numerator, divisor, factor, query_valid)

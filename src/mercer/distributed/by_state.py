@@ -25,7 +25,7 @@ from mercer.forms.log_features import lower
 from mercer.ops import attention
 
 
-def state_rows(made: Request, link: Link) -> Tensor:
+def state_rows(made: Request, link: Link, backend: str) -> Tensor:
     """The output of this process's queries, ``[B, Hq, size, Dv]``."""
     sharding, merged = made.sharding, made.merged
     own = _own(made)
@@ -40,7 +40,7 @@ def state_rows(made: Request, link: Link) -> Tensor:
         inside = [0, *sorted({b - start for b in bounds if start < b < stop}), stop - start]
         note("compute", "state", index)
         if stop > start:
-            parts.append(_piece(made, at, own, inside, before.get(index), behind.get(index)))
+            parts.append(_piece(made, at, own, inside, before.get(index), behind.get(index), backend))
     if not parts:
         return made.query[..., :1].expand(-1, -1, -1, made.value.shape[-1])  # nothing, but with a backward pass
     return torch.cat(parts, 2)
@@ -62,6 +62,7 @@ def _piece(
     inside: list[int],
     before: FeatureState | None,
     behind: FeatureState | None,
+    backend: str,
 ) -> Tensor:
     """Rows of a run of tokens in which documents begin at ``inside``, after and before given states."""
     count = len(inside) - 1
@@ -85,6 +86,7 @@ def _piece(
         scale=made.given_scale,
         state=state,
         path="features",
+        backend=backend,
     )
 
 

@@ -42,6 +42,12 @@ class Request:
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     @property
+    def keeps_keys(self) -> bool:
+        """Whether the kernel does nothing to keys before the product, so that they travel in their own dtype."""
+        kind = type(self.kernel)
+        return kind.map_key is Kernel.map_key and kind.scaled_key is Kernel.scaled_key
+
+    @property
     def wants_gradient(self) -> bool:
         """Whether a backward pass may come, in which every process has to take part."""
         tensors = [self.query, self.key, self.value, *self.kernel.tensors().values()]

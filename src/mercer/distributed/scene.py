@@ -44,6 +44,7 @@ class Scene:
         sharding: who holds what.
         left, right: the band of visible distances, None for no limit.
         bounds: where documents begin, from 0 to the length; one document if nothing was said.
+        padded: whether some tokens may not be real.
         valid: which tokens of the whole sequence are real, ``[B, length]``, or None for all.
         ordered: whether tokens have an order, so that a query that is not real sees nothing.
     """
@@ -52,15 +53,17 @@ class Scene:
     left: int | None
     right: int | None
     bounds: list[int]
+    padded: bool
     valid: Tensor | None
     ordered: bool
 
     @staticmethod
     def of(merged: Merged, sharding: Sharding, valid: Tensor | None) -> Scene:
-        """The scene of a merged structure; ``valid`` as the attribute."""
+        """The scene of a merged structure; ``valid`` as the attribute, or None where only its places are asked for."""
         length = sharding.length
         bounds = [0, length] if merged.documents is None else merged.documents.bounds(length)
-        return Scene(sharding, merged.left, merged.right, bounds, valid, merged.ordered)
+        padded = merged.padding is not None
+        return Scene(sharding, merged.left, merged.right, bounds, padded, valid, merged.ordered)
 
     @cached_property
     def position(self) -> Tensor | None:
@@ -94,7 +97,7 @@ class Scene:
 
     def _sees(self, query: int, stop_query: int, key: int, stop_key: int) -> bool:
         """Whether any of some queries may see any of some keys, by where they stand."""
-        if self.valid is not None:  # it brings tokens closer together: only their order can be told from their places
+        if self.padded:  # it brings tokens closer together: only their order can be told from their places
             return self.right != 0 or key < stop_query
         ahead = self.right is None or key < stop_query + self.right
         return ahead and (self.left is None or stop_key > query - self.left)
@@ -118,7 +121,7 @@ class Scene:
         count = block.queries.stop - block.queries.start
         query = np.arange(block.first_query, block.first_query + count)
         first, stop = block.first_key, block.first_key + block.keys.stop - block.keys.start
-        low = first if self.left is None or self.valid is not None else np.maximum(first, query - self.left)
+        low = first if self.left is None or self.padded else np.maximum(first, query - self.left)
         high = stop if self.right is None else np.minimum(stop, query + self.right + 1)
         return int(np.clip(np.broadcast_to(high - low, query.shape), 0, None).sum())
 

@@ -1,0 +1,259 @@
+"""What is computed at a stop of the ring: rows of a block of pairs, and their gradients.
+
+:class:`Tiled` serves every kernel, structure and device by the tiles of :mod:`mercer.forms.tiles`; :class:`Fused`
+serves exact softmax attention on the CPU by the kernels of :mod:`mercer.backends.softmax`. Both leave the rows of an
+exponential kernel divided by the sum of their weights, with its logarithm, and take that of all blocks in the backward
+pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mercer.backends import softmax
+from mercer.core.kernels import Exp, Kernel
+from mercer.core.layout import Layout
+from mercer.core.normalizers import Normalizer
+from mercer.core.structures import Merged
+from mercer.distributed.scene import Block, Scene
+from mercer.distributed.sharding import Sharding
+from mercer.forms.tiles import backward_tiles, forward_tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Keys and values of one process, in the dtypes that they travel in, and the logarithms of weights of keys.
+
+    Attributes:
+        log: ``[b, h, L]`` float64, or None.
+        key: ``[B, Hk, L, D]``.
+        value: ``[B, Hk, L, Dv]``.
+    """
+
+    log: Tensor | None
+    key: Tensor
+    value: Tensor
+
+    @staticmethod
+    def of(parts: list[Tensor]) -> Keys:
+        """From what :meth:`parts` gave."""
+        return Keys(parts[0] if len(parts) == 3 else None, parts[-2], parts[-1])
+
+    def parts(self) -> list[Tensor]:
+        """The tensors in the order in which they travel: the largest items first."""
+        return [x for x in (self.log, self.key, self.value) if x is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Queries of this process.
+
+    Attributes:
+        query: ``[B, Hq, L, D]``.
+        slopes: ``[Hq]``, or None.
+        log: ``[b, h, L]`` float64, or None.
+    """
+
+    query: Tensor
+    slopes: Tensor | None
+    log: Tensor | None
+
+    def layout(self, scene: Scene, block: Block, keys: Keys) -> Layout:
+        return scene.layout(block, self.slopes, self.log, keys.log, self.query.device)
+
+
+class Rows:
+    """Rows of this process, to which blocks of keys are added.
+
+    Attributes:
+        numerator: ``[B, Hq, L, Dv]``.
+        denominator: ``[B, Hq, L]``; 0 and 1 of an exponential kernel.
+        log_sum: of an exponential kernel, the logarithm of the sum of a row's weights, -infinity where there are none.
+    """
+
+    def __init__(self, query: Tensor, value_dim: int, dtype: torch.dtype, exponential: bool) -> None:
+        self.numerator = query.new_zeros(*query.shape[:3], value_dim, dtype=dtype)
+        self.denominator = query.new_zeros(query.shape[:3], dtype=dtype)
+        self.log_sum = torch.full_like(self.denominator, -torch.inf) if exponential else None
+
+    def add(self, at: slice, numerator: Tensor, denominator: Tensor) -> None:
+        """Add sums."""
+        self.numerator[:, :, at].add_(numerator)
+        self.denominator[:, :, at].add_(denominator)
+
+    def merge(self, at: slice, rows: Tensor, log_sum: Tensor) -> None:
+        """Add rows that are divided by their sums, whose logarithms are ``log_sum``."""
+        assert self.log_sum is not None
+        before = self.log_sum[:, :, at]
+        after = torch.logaddexp(before, log_sum)
+        share = (log_sum - after.masked_fill(after == -torch.inf, 0)).exp_()  # sigmoid(log_sum - before)
+        self.numerator[:, :, at].lerp_(rows, share.unsqueeze(-1))
+        before.copy_(after)
+
+    def finish(self) -> None:
+        if self.log_sum is not None:
+            self.denominator.copy_(self.log_sum != -torch.inf)
+
+
+class Gradients:
+    """Gradients of this process's queries and their log-weights, to which blocks of keys are added."""
+
+    def __init__(self, queries: Queries, dtype: torch.dtype, asked: tuple[bool, bool, bool]) -> None:
+        self.asked = asked
+        self.query = torch.zeros_like(queries.query, dtype=dtype)
+        slopes, log = queries.slopes, queries.log
+        self.slopes = torch.zeros_like(slopes) if slopes is not None and asked[0] else None
+        self.query_log = torch.zeros_like(log) if log is not None and asked[1] else None
+
+
+class Engine(Protocol):
+    """How blocks are computed."""
+
+    scene: Scene
+    exponential: bool
+
+    def forward(self, block: Block, queries: Queries, keys: Keys, rows: Rows) -> None:
+        """Add a block's rows."""
+        ...
+
+    def backward(
+        self,
+        block: Block,
+        queries: Queries,
+        keys: Keys,
+        rows: Rows,
+        grads: tuple[Tensor, Tensor],
+        into: Gradients,
+        totals: Keys,
+    ) -> None:
+        """Add a block's gradients, given those of the numerator and denominator, to its queries' and keys'."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Tiled:
+    """Any kernel: queries come mapped and scaled, keys mapped."""
+
+    scene: Scene
+    kernel: Kernel
+
+    @property
+    def exponential(self) -> bool:
+        return self.kernel.exponential
+
+    def forward(self, block: Block, queries: Queries, keys: Keys, rows: Rows) -> None:
+        parts, layout = self._parts(block, queries, keys), queries.layout(self.scene, block, keys)
+        numerator, denominator, factor = forward_tiles(*parts, self.kernel, layout, True)
+        if self.exponential:
+            rows.merge(block.queries, numerator, factor.masked_fill(denominator == 0, -torch.inf))
+        else:
+            rows.add(block.queries, numerator, denominator)
+
+    def backward(
+        self,
+        block: Block,
+        queries: Queries,
+        keys: Keys,
+        rows: Rows,
+        grads: tuple[Tensor, Tensor],
+        into: Gradients,
+        totals: Keys,
+    ) -> None:
+        at, of = block.queries, block.keys
+        factor = queries.query.new_zeros(0)
+        if rows.log_sum is not None:
+            factor = rows.log_sum[:, :, at]
+            factor = factor.masked_fill(factor == -torch.inf, 0)
+        found = backward_tiles(
+            *self._parts(block, queries, keys),
+            self.kernel,
+            queries.layout(self.scene, block, keys),
+            factor,
+            *(grad[:, :, at] for grad in grads),
+            into.asked,
+        )
+        into.query[:, :, at].add_(found.query)
+        totals.key[:, :, of].add_(found.key)
+        totals.value[:, :, of].add_(found.value)
+        if into.slopes is not None and found.slopes is not None:
+            into.slopes.add_(found.slopes)
+        if into.query_log is not None and found.query_log is not None:
+            into.query_log[:, :, at].add_(found.query_log)
+        if totals.log is not None and found.key_log is not None:
+            totals.log[:, :, of].add_(found.key_log)
+
+    def _parts(self, block: Block, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = queries.query.dtype
+        sides = (queries.query, block.queries), (keys.key, block.keys), (keys.value, block.keys)
+        query, key, value = (x[:, :, at].to(dtype).contiguous() for x, at in sides)
+        return query, key, value
+
+
+@dataclass(frozen=True, eq=False)
+class Fused:
+    """Softmax attention in float32 sums on the CPU: queries and keys come as they are."""
+
+    scene: Scene
+    scale: float
+    exponential: bool = True
+
+    @staticmethod
+    def serves(query: Tensor, value: Tensor, kernel: Kernel, normalizer: Normalizer, merged: Merged) -> bool:
+        """Whether it computes what is asked; ``query`` and ``value`` are those of a process."""
+        slopes = None if merged.alibi is None else merged.alibi.slopes
+        return (
+            type(kernel) is Exp
+            and normalizer.scale_invariant
+            and normalizer.takes_divided_rows
+            and merged.decay is None
+            and not (slopes is not None and slopes.requires_grad and torch.is_grad_enabled())
+            and query.device.type == "cpu"
+            and query.dtype != torch.float64
+            and query.shape[0] > 0
+            and max(query.shape[-1], value.shape[-1]) <= softmax.WIDEST
+            and softmax.installed()
+        )
+
+    @staticmethod
+    def worth_while(query: Tensor, sharding: Sharding) -> bool:
+        """Whether there is enough to compute between two processes to pay for the kernels' start."""
+        pairs = (sharding.length // sharding.processes) ** 2
+        return query.shape[0] * query.shape[1] * pairs >= softmax.LEAST_PAIRS
+
+    def forward(self, block: Block, queries: Queries, keys: Keys, rows: Rows) -> None:
+        parts, sight = self._parts(block, queries, keys), softmax.Sight.under(queries.layout(self.scene, block, keys))
+        rows.merge(block.queries, *softmax.forward(*parts, self.scale, sight, torch.float32))
+
+    def backward(
+        self,
+        block: Block,
+        queries: Queries,
+        keys: Keys,
+        rows: Rows,
+        grads: tuple[Tensor, Tensor],
+        into: Gradients,
+        totals: Keys,
+    ) -> None:
+        at, of = block.queries, block.keys
+        assert rows.log_sum is not None
+        sight = softmax.Sight.under(queries.layout(self.scene, block, keys))
+        query, key, value = softmax.backward(
+            *self._parts(block, queries, keys),
+            rows.numerator[:, :, at],
+            rows.log_sum[:, :, at],
+            grads[0][:, :, at],
+            None,
+            self.scale,
+            sight,
+            torch.float32,
+        )
+        into.query[:, :, at].add_(query)
+        totals.key[:, :, of].add_(key)
+        totals.value[:, :, of].add_(value)
+
+    def _parts(self, block: Block, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
+        return queries.query[:, :, block.queries], keys.key[:, :, block.keys], keys.value[:, :, block.keys]
