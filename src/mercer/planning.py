@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mercer.backends import causal, polynomial, sdpa, step
+from torch import bfloat16
+
+from mercer.backends import polynomial, sdpa, softmax, step
 from mercer.core import cost
 from mercer.core.kernels import Kernel
 from mercer.core.machine import machine_in_use
@@ -199,7 +201,7 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     tiled = form == "chunked" and path == "pairs" and not isinstance(kernel, Mixed)
     scanned = form == "chunked" and path == "features" and polynomial.serves(kernel, merged, sizes)
     stepped = form == "recurrent" and path == "features" and step.serves(kernel, merged, sizes)
-    fused = tiled and causal.serves(kernel, normalizer, merged, sizes)
+    fused = tiled and softmax.serves(kernel, normalizer, merged, sizes)
     able = {
         "numba": scanned or stepped or fused,
         "sdpa": tiled and sdpa.serves(kernel, normalizer, merged, sizes),
@@ -220,10 +222,12 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     elif stepped:
         able["numba"] = step.entries(kernel, merged, sizes) >= step.LEAST_ENTRIES
     elif fused:
-        able["numba"] = causal.worth_while(sizes)
+        able["numba"] = softmax.worth_while(sizes)
     seconds = {name: call.seconds(form, path, name) for name, ok in able.items() if ok}
     chosen = min(seconds, key=lambda name: seconds[name])
-    kind = "scan" if scanned else "step" if stepped else "causal kernel"
+    kind = "scan" if scanned else "step" if stepped else "attention"
+    if fused and sizes.bfloat16:
+        kind += f" (products in {'bfloat16' if softmax.narrow(bfloat16) else 'float32: no AVX512-BF16 here'})"
     why = {
         "numba": f" The fused {kind} serves these sizes.",
         "sdpa": " torch's fused attention computes the same.",

@@ -34,7 +34,7 @@ def test_pairs_by_hand():
     (dense,) = parts(Exp(), CAUSAL, SIZES, "dense", "pairs", "torch", True, False)
     assert dense == Part("dense", Work(1, rows * 128 * 128, 0, rows * 128 * 128 * 2 * 16, IO), 4)
     visible = 128 * 129 // 2
-    for backend, way in (("sdpa", "sdpa"), ("numba", "fused_causal")):
+    for backend, way in (("sdpa", "sdpa"), ("numba", "fused_softmax")):
         (fused,) = parts(Exp(), CAUSAL, SIZES, "chunked", "pairs", backend, True, False)
         assert fused == Part(way, Work(1, rows * visible, 0, rows * visible * 2 * 16, IO), 4)
     # Two tiles of 64 rows see 64 and 128 keys: half a tile a row more than the triangle, to within its diagonal.
@@ -236,7 +236,7 @@ def test_more_of_anything_takes_more_time(kernel: Kernel, dtype: torch.dtype):
 
 def test_without_numba_the_plan_has_its_own_choice(monkeypatch: pytest.MonkeyPatch):
     """Where Taylor 2 crosses from pairs to features depends on what the features run on."""
-    from mercer.backends import causal, polynomial, step
+    from mercer.backends import polynomial, softmax, step
 
     def first() -> int:
         lengths = (256, 1024, 4096, 16_384, 65_536)
@@ -248,7 +248,7 @@ def test_without_numba_the_plan_has_its_own_choice(monkeypatch: pytest.MonkeyPat
         )
 
     with_numba = first() if polynomial.installed() else 0
-    for module in (causal, polynomial, step):
+    for module in (polynomial, softmax, step):
         monkeypatch.setattr(module, "installed", lambda: False)
     x = torch.empty(1, 8, 4096, 64, device="meta")
     assert plan(x, x, x, structure=Causal()).backend == "sdpa"

@@ -22,7 +22,6 @@ ABSENT = ("numba", "tensorboard", "transformers", "sklearn", "pytest")
 OF_AN_EXTRA = {
     f"mercer.backends.{name}": ("llvmlite", "numba")
     for name in (
-        "causal_kernels",
         "microkernels",
         "polynomial_backward",
         "polynomial_blocks",

@@ -151,7 +151,7 @@ class _Question:
         item = self.dtype.itemsize
         return Sizes(
             self.batch, self.heads, self.kv_heads, length, length, self.dim, self.value_dim,
-            past, max(item, 4), item, self.device, trained=not stateful,
+            past, max(item, 4), item, self.device, trained=not stateful, bfloat16=self.dtype == torch.bfloat16,
         )  # fmt: skip
 
     def plan(self, kernel: Kernel, norm: Normalizer, length: int, stateful: bool, past: int = 0) -> Plan:

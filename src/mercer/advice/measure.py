@@ -59,7 +59,7 @@ TRIALS: dict[str, tuple[tuple[str, str, str], tuple[Trial, ...]]] = {
         (_TINY, Trial(Exp(), 512, 16), Trial(Exp(), 512, 64), Trial(Exp(), 1024, 64)),
     ),
     "sdpa": (("chunked", "pairs", "sdpa"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
-    "fused_causal": (("chunked", "pairs", "numba"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
+    "fused_softmax": (("chunked", "pairs", "numba"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
     "cache": (("chunked", "pairs", "sdpa"), (Trial(Exp(), 1, 16, 1, past=8), Trial(Exp(), 1, 64, past=64))),
     "scan": (
         ("chunked", "features", "torch"),
@@ -149,7 +149,7 @@ class _Session:
         size = dtype.itemsize
         sizes = Sizes(
             1, trial.heads, trial.heads, trial.length, trial.length, trial.dim, trial.dim,
-            trial.past if choice[1] == "pairs" else 0, max(size, 4), size,
+            trial.past if choice[1] == "pairs" else 0, max(size, 4), size, bfloat16=dtype == torch.bfloat16,
         )  # fmt: skip
         form, path, backend = choice
         found = parts(trial.kernel, merge(Causal()), sizes, form, path, backend, True, trial.past > 0)

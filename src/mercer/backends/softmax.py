@@ -104,7 +104,6 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
         and normalizer.scale_invariant
         and normalizer.takes_divided_rows
         and merged.decay is None
-        and not merged.patterns
         and not (slopes is not None and slopes.requires_grad and torch.is_grad_enabled())
         and sizes.query_length > 0
         and sizes.key_length + sizes.past_length > 0
@@ -160,7 +159,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`softmax_attention`, without a gradient."""
     _check(query, key, value, sight)
-    return _Pass(query, key, value, scale, sight).forward(query.dtype if dtype is None else dtype)
+    dtype = query.dtype if dtype is None else dtype
+    out, log_sum = _Pass(query, key, value, scale, sight).forward(dtype)
+    return out.to(dtype), log_sum
 
 
 def backward(
@@ -190,7 +191,7 @@ def backward(
 
 
 class _Softmax(torch.autograd.Function):
-    """Saves the inputs as they came, the rows and their log-sums."""
+    """Saves the inputs as they came, the rows, and their log-sums: rounded rows only if all products are."""
 
     @staticmethod
     def forward(
@@ -200,14 +201,14 @@ class _Softmax(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.scale, ctx.sight = scale, sight
         ctx.set_materialize_grads(False)
-        return out, log_sum
+        return out.to(dtype), log_sum
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor | None, grad_log_sum: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
         if grad_out is None:
-            grad_out = torch.zeros(1, dtype=out.dtype).expand_as(out)
+            grad_out = torch.zeros(1).expand_as(out)
         grads = _Pass(query, key, value, ctx.scale, ctx.sight).backward(out, log_sum, grad_out, grad_log_sum)
         return *grads, None, None, None
 
@@ -224,8 +225,11 @@ class _Pass:
         self.narrow = narrow(query.dtype, key.dtype, value.dtype)
         for row, x in ((at.QUERY, query), (at.KEY, key), (at.VALUE, value)):
             self.put(row, _rows(x))
-        queries = (sight.query_at, sight.query_valid, query.shape[2], at.HIDDEN_QUERY)
-        keys = (sight.key_at, sight.key_valid, key.shape[2], at.HIDDEN_KEY)
+        self.tiles = -(-query.shape[2] // LANES), -(-key.shape[2] // LANES)
+        if not all(self.tiles):
+            return
+        queries = (sight.query_at, sight.query_valid, self.tiles[0], at.HIDDEN_QUERY)
+        keys = (sight.key_at, sight.key_valid, self.tiles[1], at.HIDDEN_KEY)
         for rows, side in (
             ((at.QUERY_AT, at.QUERY_LOW, at.QUERY_HIGH), queries),
             ((at.KEY_AT, at.KEY_LOW, at.KEY_HIGH), keys),
@@ -236,7 +240,6 @@ class _Pass:
             self.put(at.SLOPES, sight.slopes.detach().float().contiguous())
         left, right = (at.UNLIMITED if x is None else min(x, at.UNLIMITED) for x in (sight.left, sight.right))
         batch, heads, length, dim = key.shape
-        self.tiles = -(-query.shape[2] // LANES), -(-length // LANES)
         sizes = (batch, heads, query.shape[1] // heads, query.shape[2], length, dim, value.shape[3], left, right)
         self.sizes[: len(sizes)] = sizes
         self.sizes[at.NARROW] = self.narrow
@@ -250,12 +253,15 @@ class _Pass:
         self.kept.append(x)
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rows, in ``dtype`` if products are of that too, else in float32; and their log-sums."""
+        if not self.query.numel() or not self.key.numel():
+            return torch.zeros(*self.query.shape[:3], self.value.shape[3]), torch.full(self.query.shape[:3], -torch.inf)
         from mercer.backends.softmax_kernels import compiled, room
 
         pack_keys, attend, _ = compiled()
         batch, heads, queries, dim = self.query.shape
         width, (query_tiles, key_tiles) = self.value.shape[3], self.tiles
-        out = _laid_out(self.query, width, dtype if dtype == torch.bfloat16 else torch.float32)
+        out = _laid_out(self.query, width, dtype if self.narrow and dtype == torch.bfloat16 else torch.float32)
         log_sum = torch.empty(batch, heads, queries)
         self.put(at.OUT, out)
         self.put(at.LOG_SUM, log_sum)
@@ -274,7 +280,7 @@ class _Pass:
         tables = self.tensors, self.sizes
         share(blocks, lambda thread, start, stop: pack_keys(*tables, work[thread].data_ptr(), start, stop))
         share_each(items, lambda thread, item: attend(*tables, self.scale, work[thread].data_ptr(), item))
-        return out.to(dtype), log_sum
+        return out, log_sum
 
     def backward(
         self,
@@ -284,6 +290,11 @@ class _Pass:
         grad_log_sum: Tensor | None,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = self.query, self.key, self.value
+        dtypes = [x.dtype if dtype is None else dtype for x in inputs]
+        if not self.query.numel() or not self.key.numel():
+            query, key, value = (torch.zeros(x.shape, dtype=kind) for x, kind in zip(inputs, dtypes, strict=True))
+            return query, key, value
         from mercer.backends.softmax_backward import room
         from mercer.backends.softmax_kernels import compiled
 
@@ -299,8 +310,6 @@ class _Pass:
         split = -(-key_tiles // splits)
         splits = -(-key_tiles // split)
         self.sizes[at.SPLIT], self.sizes[at.SPLITS] = split, splits
-        inputs = self.query, self.key, self.value
-        dtypes = [x.dtype if dtype is None else dtype for x in inputs]
         grads = [
             _laid_out(x, x.shape[3], kind if kind == torch.bfloat16 else torch.float32)
             for x, kind in zip(inputs, dtypes, strict=True)
@@ -329,11 +338,11 @@ def _scratch(threads: int, size: int) -> Tensor:
     return torch.empty(threads, size // 4 + 1024)
 
 
-def _places(positions: Tensor, valid: Tensor | None, length: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+def _places(positions: Tensor, valid: Tensor | None, tiles: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
     """Positions of tokens up to a whole number of tiles, and the lowest and highest of each tile."""
     places = positions if valid is None else torch.where(valid, positions, hidden)
-    tiles = -(-length // LANES)
-    places = torch.nn.functional.pad(places.to(torch.int32), (0, tiles * LANES - length), value=hidden).contiguous()
+    missing = tiles * LANES - places.shape[1]
+    places = torch.nn.functional.pad(places.to(torch.int32), (0, missing), value=hidden).contiguous()
     by_tile = places.view(-1, tiles, LANES)
     return places, by_tile.amin(2), by_tile.amax(2)
 
@@ -362,11 +371,13 @@ def _check(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> None:
         or value.shape[:3] != key.shape[:3]
         or not heads
         or query.shape[1] % heads
-        or not all((*query.shape, *key.shape, *value.shape))
+        or not dim
+        or not value.shape[3]
     ):
+        shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
         raise InvalidArgument(
             "softmax_attention: query, key and value must be [B, Hq, Lq, D], [B, Hk, Lk, D] and [B, Hk, Lk, Dv], where "
-            f"Hk divides Hq and nothing is 0; they are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}."
+            f"Hk divides Hq and D and Dv are 1 or more; they are {shapes}."
         )
     if any(x.device.type != "cpu" or x.dtype == torch.float64 for x in (query, key, value)):
         raise Unsupported("softmax_attention computes in float32 on the CPU: use backend='torch' for anything else.")

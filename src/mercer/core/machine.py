@@ -70,10 +70,11 @@ class Machine:
         """Time of a call of these sizes that consists of these parts: the forward pass, and the backward pass too if
         a gradient is wanted (``sizes.trained``).
         """
-        costs = self.costs["float64" if sizes.itemsize == 8 else "half" if sizes.cache_itemsize == 2 else "float32"]
+        dtype = "float64" if sizes.itemsize == 8 else "half" if sizes.cache_itemsize == 2 else "float32"
         total = 0.0
         for part in parts:
-            cost, work = costs[part.way], part.work
+            widened = part.way == "fused_softmax" and dtype == "half" and not sizes.bfloat16
+            cost, work = self.costs["float32" if widened else dtype][part.way], part.work
             # A fused kernel gives each thread whole heads: fewer heads than threads leave some idle.
             idle = self.threads / min(self.threads, max(part.heads, 1)) if part.way in FUSED else 1.0
             once = work.calls * cost.call + work.entries * self.entry + work.bytes / self.bandwidth

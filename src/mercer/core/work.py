@@ -5,7 +5,7 @@
 | dense | dense or recurrent, pairs, torch | a pair, hidden ones included |
 | tiles, exp_tiles | chunked, pairs, torch; the latter for exponential kernels | a pair of a tile |
 | sdpa | chunked, pairs, sdpa | a visible pair |
-| fused_causal | chunked, pairs, numba | a visible pair |
+| fused_softmax | chunked, pairs, numba | a visible pair |
 | cache | beside any of these, where keys and values are kept | - |
 | scan | chunked, features, torch | an operator that is called |
 | fused_scan | chunked, features, numba | a query |
@@ -23,13 +23,15 @@ from mercer.core.mixed import Mixed
 from mercer.core.structures import Merged
 from mercer.core.support import FEATURE_CHUNK, Sizes
 
-WAYS = ("dense", "tiles", "exp_tiles", "sdpa", "fused_causal", "cache", "scan", "fused_scan", "step", "fused_step")
-FUSED = ("fused_causal", "fused_scan", "fused_step")
+WAYS = ("dense", "tiles", "exp_tiles", "sdpa", "fused_softmax", "cache", "scan", "fused_scan", "step", "fused_step")
+FUSED = ("fused_softmax", "fused_scan", "fused_step")
 
 TILE_ROWS = 64
 """Queries of a tile: where the structure cuts a tile of pairs, half of this many a query are computed in vain."""
 FUSED_BLOCK = 16
 """Tokens of a block of the fused scan: the pairs inside it are computed as pairs."""
+SHORTEST_RUN = 512
+"""Keys of a head that fused attention gives to one thread at least, in its backward pass."""
 SCAN_WORKSPACE = 8 * 2**20
 """Bytes that the features of a chunk may take in the scan of torch operators."""
 SCAN_OPERATORS = 12
@@ -71,7 +73,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Part:
-    """One way, its work, and the key heads, over the batch, that threads can share."""
+    """One way, its work, and how many pieces of it threads can share: key heads over the batch, or smaller ones."""
 
     way: str
     work: Work
@@ -87,7 +89,7 @@ def way_of(kernel: Kernel, form: str, path: str, backend: str) -> str:
     if form != "chunked":
         return "dense"
     if backend != "torch":
-        return {"sdpa": "sdpa", "numba": "fused_causal"}[backend]
+        return {"sdpa": "sdpa", "numba": "fused_softmax"}[backend]
     return "exp_tiles" if kernel.exponential else "tiles"
 
 
@@ -109,6 +111,8 @@ def parts(
         way = way_of(kernel, form, path, backend)
         if path == "features":
             return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads), *beside]
+        if way == "fused_softmax":
+            heads *= -(-sizes.key_length // SHORTEST_RUN)
         return [Part(way, _pairs(way, kernel, merged, sizes, form), heads), *beside, *_cache(merged, sizes, stateful)]
     near = replace(merged, left=kernel.window - 1)
     near_form = "dense" if form == "recurrent" else form
@@ -150,6 +154,8 @@ def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str) ->
     elif way in ("tiles", "exp_tiles"):
         cut = sum(side is not None for side in (merged.left, merged.right))
         pairs = min(pairs + cut * queries * TILE_ROWS // 2, queries * keys) if pairs else 0
+    if way == "fused_softmax":  # 16 queries at a time, whether they are there or not
+        pairs = pairs * (-(-queries // FUSED_BLOCK) * FUSED_BLOCK) // queries
     mapped = kernel.mapped_dim(sizes.dim)
     items = sizes.batch * sizes.query_heads * pairs
     past = sizes.batch * sizes.key_heads * sizes.past_length * (sizes.dim + sizes.value_dim) * sizes.cache_itemsize

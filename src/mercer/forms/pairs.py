@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mercer.backends.causal import causal_softmax
 from mercer.backends.sdpa import sdpa
+from mercer.backends.softmax import Sight, softmax_attention
 from mercer.core import growth
 from mercer.core.growth import Joined
 from mercer.core.layout import Layout, Tokens, layout
@@ -31,7 +31,9 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
     precision = call.precision
     denominator = peak = row_factor = None
     if call.backend == "numba":
-        numerator = causal_softmax(query.to(precision), key.to(precision), value.to(precision), call.scale)
+        # Rows are rounded once: here where the normaliser leaves them as they are, after it elsewhere.
+        dtype = query.dtype if type(call.normalizer) is Sum else precision
+        numerator, _ = softmax_attention(query, key, value, call.scale, Sight.under(view), dtype)
     else:
         mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
         mapped_key = call.kernel.scaled_key(key.to(precision), call.scale)
