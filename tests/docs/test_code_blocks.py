@@ -12,6 +12,16 @@ ROOT = Path(__file__).parents[2]
     "page", ["README.md", "docs/architecture.md", "docs/advise.md", "docs/normalizers.md", "docs/states.md"]
 )
 def test_the_code_of_a_page_runs(page: str):
+    run_blocks(page)
+
+
+@pytest.mark.peers
+def test_the_code_of_a_page_about_transformers_runs():
+    pytest.importorskip("transformers")
+    run_blocks("docs/integrations.md")
+
+
+def run_blocks(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks, f"{page} shows no code"
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})  # noqa: S102 - the pages are our own

@@ -60,21 +60,6 @@ def test_an_encoder_with_a_decoder_that_looks_at_it():
     assert_same(*both(make("marian"), **inputs))
 
 
-@pytest.mark.parametrize("form", ["boolean", "added"])
-def test_a_mask_of_four_dimensions(form):
-    real = padded([9, 6], 9, "right").bool()
-    mask = (torch.ones(9, 9, dtype=torch.bool).tril() & real[:, None])[:, None]
-    if form == "added":
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    model = make("llama")
-    model.set_attn_implementation("mercer:softmax")
-    with torch.no_grad():
-        ours = model(input_ids=tokens(2, 9), attention_mask=mask).logits
-        model.set_attn_implementation("sdpa")
-        theirs = model(input_ids=tokens(2, 9), attention_mask=mask).logits
-    assert_same(ours[real], theirs[real])
-
-
 def test_double_precision_is_kept():
     model = make("llama").double()
     ours, theirs = both(model, "sdpa", input_ids=tokens(2, 21))  # eager attention has its softmax in float32

@@ -50,9 +50,10 @@ def test_arguments_that_are_not_known_to_leave_the_attention_alone(option):
         model(input_ids=tokens(1, 5), **{option: torch.tensor([0, 5])})
 
 
-def test_weights_of_attention():
-    model = swap_attention(make("llama"), "softmax")
-    with pytest.raises((Unsupported, ValueError)):
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_weights_of_attention(kind):
+    model = swap_attention(make(kind), "softmax")
+    with pytest.raises(Unsupported, match="weights are not kept"):
         model(input_ids=tokens(1, 5), output_attentions=True)
 
 
@@ -161,3 +162,14 @@ def test_a_kernel_that_is_refused_leaves_the_model_as_it_was():
 def test_asking_for_mercer_imports_no_transformers():
     code = "import mercer, sys; mercer.attention; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_older_transformers_is_refused_at_once():
+    code = """
+from transformers import masking_utils
+masking_utils.sdpa_mask = lambda batch_size, cache_position, kv_length: None
+import mercer.integrations.transformers
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "ImportError: mercer.integrations.transformers is written for transformers 5.24" in run.stderr

@@ -201,6 +201,16 @@ def test_gradient_checkpointing():
     assert_same(*found)
 
 
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("default")  # of the compiler, about this and other code that it leaves alone
+def test_a_compiled_model_computes_the_same():
+    model, ids = swap_attention(make("llama"), "taylor2-sum"), tokens(2, 20)
+    expected = logits(model, ids)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_same(logits(compiled, ids), expected)
+
+
 def test_a_bidirectional_model_stays_bidirectional(calls):
     model = swap_attention(make("bert"), "elu-sum")
     mask = padded([9, 6], 9, "right")

@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.structures import Causal, Full, Structure, Window
 from mercer.errors import InvalidArgument, Unsupported
-from mercer.integrations.hf.given import structure_of
+from mercer.integrations.given import structure_of
 from mercer.integrations.hf.kernels import bound, missing
 from mercer.integrations.hf.masks import Mask
 from mercer.integrations.hf.states import StateLayer, layer_of
@@ -83,6 +84,7 @@ class AttentionFunction:
         kernel = self.parts.kernel
         return any(kernel.bind(4, 1, 1).is_parameter(name) for name in missing(kernel))
 
+    @torch.compiler.disable  # what is chosen here depends on the mask's entries; the rest of a model is compiled
     def __call__(
         self,
         module: nn.Module,

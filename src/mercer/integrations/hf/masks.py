@@ -136,6 +136,7 @@ class Mask(Tensor):
         return f"Mask({list(self.shape)})"
 
 
+@torch.compiler.disable  # which gives a tensor that the compiler does not know; a graph ends here
 def mask_function(
     batch_size: int,
     q_length: int,

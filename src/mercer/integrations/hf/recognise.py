@@ -6,14 +6,22 @@ captured is read by the name of the captured variable. A function of any other o
 evaluated for every pair.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import masking_utils as hf
+
+if not {"q_length", "q_offset"} <= set(inspect.signature(hf.sdpa_mask).parameters):
+    raise ImportError(
+        "mercer.integrations.transformers is written for transformers 5.24, whose mask functions are asked by q_length "
+        f"and q_offset; {transformers.__version__} is installed."
+    )
 
 
 @dataclass(frozen=True)
