@@ -71,10 +71,17 @@ def test_a_learned_table_refuses_positions_it_does_not_have():
         table(torch.tensor([[4]]))
 
 
+def test_sinusoids_beyond_the_trained_length_are_refused_where_it_is_known():
+    assert Sinusoidal(4, max_length=8)(torch.tensor([7])).shape == (1, 4)
+    with pytest.raises(InvalidArgument, match=r"9 tokens is longer than the 8 .*max_length=None"):
+        Sinusoidal(4, max_length=8)(torch.tensor([8]))
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: Sinusoidal(3),
+        lambda: Sinusoidal(4, max_length=0),
         lambda: Sinusoidal(4, layout="sideways"),
         lambda: LearnedPositions(0, 4),
         lambda: alibi_slopes(0),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mercer.errors import InvalidArgument
+from mercer.nn.reach import refuse_longer
 
 
 def token_positions(
@@ -72,9 +73,13 @@ class Sinusoidal(nn.Module):
     With w_i = base^(-2i/dim), i = 0..dim/2-1, the encoding of position p has the pair (sin(p w_i), cos(p w_i)) at
     channels (2i, 2i+1) for layout="interleaved" (the original), and at channels (i, i + dim/2) for layout="split"
     (sines first, as Marian stores them). Angles are computed in float64 where the device has it.
+
+    max_length: the longest sequence that the model was trained on; positions beyond it are refused. Default None, any.
     """
 
-    def __init__(self, dim: int, *, base: float = 10000.0, layout: str = "interleaved") -> None:
+    def __init__(
+        self, dim: int, *, base: float = 10000.0, layout: str = "interleaved", max_length: int | None = None
+    ) -> None:
         super().__init__()
         if dim < 2 or dim % 2:
             raise InvalidArgument(f"sinusoidal positions need an even dim of at least 2, got {dim}")
@@ -82,10 +87,19 @@ class Sinusoidal(nn.Module):
             raise InvalidArgument(
                 f'the layout of sinusoidal positions must be "interleaved" or "split", got {layout!r}'
             )
-        self.dim, self.base, self.layout = dim, base, layout
+        if max_length is not None and max_length < 1:
+            raise InvalidArgument(f"max_length of sinusoidal positions must be 1 or more, got {max_length}")
+        self.dim, self.base, self.layout, self.max_length = dim, base, layout, max_length
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions: any integer tensor [...]; returns float32 [..., dim]."""
+        if self.max_length is not None and positions.numel():
+            refuse_longer(
+                "sinusoidal positions were trained for",
+                int(positions.max()) + 1,
+                self.max_length,
+                "give max_length=None to let them run on",
+            )
         wide = angle_dtype(positions.device)
         exponent = torch.arange(0, self.dim, 2, device=positions.device, dtype=wide) / self.dim
         angles = positions[..., None].to(wide) * self.base**-exponent
