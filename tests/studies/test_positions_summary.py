@@ -57,6 +57,9 @@ def test_the_difficulty_of_the_text_does_not_reach_the_curve(seeds: int) -> None
     found = summaries({"rotary": [0.3, 0.0, 0.1, 0.1, 0.2, 0.2, 0.4, 0.4]}, seeds=seeds)["rotary"]
     over = "blocks" if seeds == 1 else "seeds"
     assert [round(point.mean - found.restart, 2) for point in found.curve] == [0.3, 0.0, 0.1, 0.1, 0.2, 0.2, 0.4, 0.4]
+    assert [point.mean + found.restart for point in found.excess_curve] == pytest.approx([p.mean for p in found.curve])
+    assert all(p.high - p.low < 0.03 for p in found.excess_curve)  # type: ignore[operator]
+    assert all((p.high - p.low > 0.4) == (seeds > 1) for p in found.curve)  # type: ignore[operator]
     assert {(point.over, point.count) for point in found.curve} == {(over, BLOCKS if seeds == 1 else seeds)}
     assert found.excess is not None
     assert found.last is not None

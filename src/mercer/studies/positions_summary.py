@@ -99,14 +99,14 @@ class Measured:
         surely the excess is known.
         """
         ours, theirs = self.losses[arm], self.restart(arm)
+        blocks = len(next(iter(ours.values())))
         level = {seed: _mean([loss for row in theirs[seed] for loss in row]) for seed in ours}
 
         def at(bucket: int) -> Interval:
-            return self.interval(
-                lambda seed, block: level[seed] + ours[seed][block][bucket] - theirs[seed][block][bucket],
-                list(ours),
-                len(next(iter(ours.values()))),
-            )
+            def of(seed: int, block: int) -> float:
+                return level[seed] + ours[seed][block][bucket] - theirs[seed][block][bucket]
+
+            return self.interval(of, list(ours), blocks)
 
         return [at(bucket) for bucket in range(self.buckets(arm))]
 
@@ -119,6 +119,7 @@ def summarize(measured: Measured, bucket: int, margin: float = MARGIN) -> list[P
 def _summary(measured: Measured, arm: PositionsArm, bucket: int, margin: float) -> PositionsSummary:
     inside, end, name = measured.inside, measured.buckets(arm.name), arm.name
     level = measured.level(name)
+    each = [measured.excess(name, b, b + 1) for b in range(end)]
     ours = measured.losses[name]
     within = measured.interval(
         lambda seed, block: _mean(ours[seed][block][:inside]), list(ours), len(next(iter(ours.values())))
@@ -128,9 +129,9 @@ def _summary(measured: Measured, arm: PositionsArm, bucket: int, margin: float) 
     else:
         excess, last = measured.excess(name, inside, end), measured.excess(name, max(inside, end - inside), end)
         beyond = level + excess.mean
-        over = (b for b in range(inside, end) if measured.excess(name, b, b + 1).mean > margin)
+        over = (b for b in range(inside, end) if each[b].mean > margin)
         reach = next(over, end) * bucket
     return PositionsSummary(
         arm=name, inside=within, restart=level, beyond=beyond, excess=excess, last=last, reach=reach,
-        curve=measured.curve(name),
+        curve=measured.curve(name), excess_curve=each,
     )  # fmt: skip

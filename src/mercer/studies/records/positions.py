@@ -76,7 +76,10 @@ class PositionsSummary(Record):
         description="position up to which no bucket beyond the trained length has a mean excess above the margin; the "
         "trained length itself if the first one has"
     )
-    curve: list[Interval] = Field(description="restart plus the excess, for each bucket of positions")
+    curve: list[Interval] = Field(
+        description="the loss at each bucket of positions, freed of the difficulty of its text: restart plus the excess"
+    )
+    excess_curve: list[Interval] = Field(description="the excess at each bucket of positions")
 
 
 class PositionsRecord(Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mercer.studies.records.common import Interval
@@ -86,7 +87,8 @@ def _plot(record: PositionsRecord, y_title: str, y_axis: dict[str, object] | Non
     while value * 2 <= record.evaluated_length:
         value *= 2
         marks.append(value)
-    x_axis = {"tickvals": marks, "ticktext": [f"{mark:,}" for mark in marks], "dtick": None}
+    ends = [math.log10(record.bucket / 2) - 0.01, math.log10(record.evaluated_length) + 0.05]
+    x_axis = {"tickvals": marks, "ticktext": [f"{mark:,}" for mark in marks], "dtick": None, "range": ends}
     plot = Plot("position, bytes (logarithmic)", y_title, x_log=True, x_axis=x_axis, y_axis=y_axis or {})
     plot.upright("trained to here", record.trained_length)
     return plot
@@ -155,8 +157,7 @@ def _excess(record: PositionsRecord) -> list[Figure]:
     plot.band(-record.margin, record.margin, vertical=False)
     said: list[str] = []
     for s in chosen:
-        shifted = [_shift(point, s.restart) for point in s.curve]
-        _draw(plot, record, s, shifted, "position %{x:.0f}: %{y:+.3f} nats")
+        _draw(plot, record, s, s.excess_curve, "position %{x:.0f}: %{y:+.3f} nats")
         if s.last:
             said.append(f"{position_label(s.arm)} {numbers.interval(s.last, sign=True)}")
     return [
@@ -172,16 +173,6 @@ def _excess(record: PositionsRecord) -> list[Figure]:
             height=460,
         )
     ]
-
-
-def _shift(value: Interval, by: float) -> Interval:
-    return value.model_copy(
-        update={
-            "mean": value.mean - by,
-            "low": None if value.low is None else value.low - by,
-            "high": None if value.high is None else value.high - by,
-        }
-    )
 
 
 def _table(record: PositionsRecord) -> Table:
