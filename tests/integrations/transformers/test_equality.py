@@ -9,7 +9,7 @@ from tests.integrations.transformers.zoo import assert_same, make, padded, token
 import mercer.integrations.transformers  # noqa: E402, F401  # registers the names
 
 pytestmark = pytest.mark.peers
-DECODERS = ("gpt2", "llama", "mistral", "gemma", "gemma3", "gpt_neox")
+DECODERS = ("gpt2", "llama", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt_oss")
 
 
 @torch.no_grad()

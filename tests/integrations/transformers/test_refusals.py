@@ -17,11 +17,15 @@ pytestmark = pytest.mark.peers
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [("gemma2", "softcap: scores that pass through a tanh"), ("gpt_oss", "attention sinks add to the denominator")],
+    ("kind", "name", "sentence"),
+    [
+        ("gemma2", "taylor4-sum", "caps its scores.*meaning for Exp"),
+        ("gpt_oss", "exp-l2", "sinks.*L2.* has none: use Sum"),
+        ("t5", "softmax", "position_bias"),
+    ],
 )
-def test_models_whose_attention_has_more_in_it(kind, sentence):
-    model = swap_attention(make(kind), "softmax")
+def test_models_whose_attention_has_more_in_it(kind, name, sentence):
+    model = swap_attention(make(kind), name)
     with pytest.raises(Unsupported, match=sentence):
         model(input_ids=tokens(1, 5))
 

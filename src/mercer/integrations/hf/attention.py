@@ -12,6 +12,7 @@ from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.structures import Causal, Full, Structure, Window
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.integrations.given import structure_of
+from mercer.integrations.hf.extras import with_extras
 from mercer.integrations.hf.kernels import bound, missing
 from mercer.integrations.hf.masks import Mask
 from mercer.integrations.hf.states import StateLayer, layer_of
@@ -36,12 +37,9 @@ IGNORED = frozenset(
 )
 """Arguments that say nothing of the attention itself: what they mean for it is in the mask."""
 
-_SINKS = "attention sinks add to the denominator, which no normaliser of mercer does: use 'eager'"
 _PACKED = "give position_ids that start from 0 in each packed sequence instead, and no attention_mask"
 REFUSED = {
-    "softcap": "scores that pass through a tanh are no kernel of mercer: use attn_implementation='eager'",
-    "s_aux": _SINKS,
-    "sinks": _SINKS,
+    "sinks": "sinks that differ from token to token are not computed: use attn_implementation='eager'",
     "head_mask": "heads cannot be masked here: set the columns of the output projection that read them to 0 instead",
     "indices": "a selection of keys for each query is no structure of mercer: use 'eager'",
     "block_indices": "a selection of key blocks for each query is no structure of mercer: use 'eager'",
@@ -96,18 +94,21 @@ class AttentionFunction:
         dropout: float = 0.0,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         self._refuse(dropout, others)
         parts = self._parts(module)
+        kernel, normalizer = with_extras(parts.kernel, parts.normalizer, softcap, s_aux)
         state = layer_of(key)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (query, key, value))
         structure, keys = _structure(attention_mask, query, key, bool(causal), sliding_window, state)
         given = {
-            "kernel": parts.kernel,
-            "normalizer": parts.normalizer,
+            "kernel": kernel,
+            "normalizer": normalizer,
             "structure": structure if parts.structure is None else structure & parts.structure,
             "scale": None if scaling is None else float(scaling),
         }
