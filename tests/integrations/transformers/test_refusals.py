@@ -31,8 +31,14 @@ def test_models_whose_attention_has_more_in_it(kind, name, sentence):
 
 
 def test_models_that_do_not_let_their_attention_be_chosen():
-    with pytest.raises(Unsupported, match="BloomForCausalLM, BloomModel computes its attention itself"):
+    with pytest.raises(Unsupported, match=r"computes its attention itself \(BloomForCausalLM, BloomModel\)"):
         swap_attention(make("bloom"), "softmax")
+
+
+def test_models_without_attention():
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
+    with pytest.raises(Unsupported, match="MambaForCausalLM has no attention to swap"):
+        swap_attention(model, "softmax")
 
 
 @pytest.mark.parametrize(("kind", "option"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])

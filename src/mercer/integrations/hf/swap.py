@@ -1,5 +1,6 @@
 """Swapping the attention of a model that is loaded."""
 
+import inspect
 import json
 from collections.abc import Collection
 from itertools import count
@@ -131,9 +132,20 @@ def _refuse_deaf(model: PreTrainedModel) -> None:
     }
     if deaf:
         raise Unsupported(
-            f"{', '.join(sorted(deaf))} computes its attention itself and does not let it be chosen: use a model of "
-            "transformers that supports attn_implementation."
+            f"This model computes its attention itself ({', '.join(sorted(deaf))}) and does not let it be chosen: use a "
+            "model of transformers that supports attn_implementation."
         )
+
+    kinds = {type(module) for module in model.modules()}
+    if not any("ALL_ATTENTION_FUNCTIONS" in _source(kind) for kind in kinds):
+        raise Unsupported(f"{type(model).__name__} has no attention to swap.")
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # defined where there is no file, such as a prompt
+        return "ALL_ATTENTION_FUNCTIONS"
 
 
 def _sites(model: PreTrainedModel, inputs: dict[str, Any] | None) -> list[Site]:
