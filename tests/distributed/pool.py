@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def _work(world_rank: int, path: str, calls: Connection) -> None:
         except BaseException:  # noqa: BLE001 - whatever it is, the test that sent the task has to hear of it
             calls.send((False, traceback.format_exc()))
     dist.destroy_process_group()
+    os._exit(0)  # at once: taking torch down takes longer than some tests
 
 
 class Pool:

@@ -38,9 +38,12 @@ def agree(link: Link, facts: dict[str, str], refusal: str | None, device: torch.
         text = json.dumps({"facts": hashlib.blake2b(text, digest_size=16).hexdigest()}).encode()
     content = torch.zeros(SIZE, dtype=torch.uint8)
     content[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    answers = [_read(answer) for answer in everyone(link, "agreement", content.to(device))]
+    everybody = everyone(link, "agreement", content.to(device))
+    if refusal:
+        return
+    answers = [_read(answer) for answer in everybody]
     for rank, answer in enumerate(answers):
-        if "refusal" in answer and rank != link.rank:
+        if "refusal" in answer:
             raise InvalidArgument(f"Process {rank} of {link.size} refused its arguments: {answer['refusal']}")
     for rank, answer in enumerate(answers):
         for name in {**answers[0], **answer}:

@@ -117,8 +117,9 @@ class Link:
         slow = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         what = {True: f"did not {'send' if receiving else 'take'} the {kind}", False: f"was lost with the {kind}"}[slow]
         limit = f"within {self.timeout:g} s" if slow else f"before the time limit of {self.timeout:g} s"
+        way = "to" if receiving else "from"
         return PeerError(
-            f"Process {who} of {self.size} {what} of step {step} to process {self.rank} {limit}: it is "
+            f"Process {who} of {self.size} {what} of step {step} {way} process {self.rank} {limit}: it is "
             + ("dead, stuck or slower than timeout= allows." if slow else "dead, or gave up on another one.")
         )
 
