@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mercer.advice import Advice, advise, measure_machine
     from mercer.approximation import ApproximationError, approximation_error
+    from mercer.core.bigbird import BigBird, RandomBlocks
     from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
     from mercer.core.feature_maps import Dpfp, ExpFeatures
     from mercer.core.feature_variance import feature_mean, feature_variance
@@ -23,10 +24,29 @@ if TYPE_CHECKING:
     from mercer.core.mixed import Mixed
     from mercer.core.names import attention_name, parse_attention
     from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+    from mercer.core.patterns import (
+        Blocks,
+        Columns,
+        Fixed,
+        Global,
+        Longformer,
+        Prefix,
+        PrefixLM,
+        Strided,
+        Visible,
+    )
     from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
     from mercer.core.state import CacheState, FeatureState, MixedState, State
-    from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
-    from mercer.errors import Interrupted, InvalidArgument, MercerError, NonFinite, StorageError, Unsupported
+    from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Pattern, Structure, Window
+    from mercer.errors import (
+        Interrupted,
+        InvalidArgument,
+        MercerError,
+        NonFinite,
+        PeerError,
+        StorageError,
+        Unsupported,
+    )
     from mercer.memory import AssociativeMemory
     from mercer.ops import attention, plan
     from mercer.regression import KernelRegression, kernel_regression
@@ -34,10 +54,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "mercer.advice": ("Advice", "advise", "measure_machine"),
     "mercer.approximation": ("ApproximationError", "approximation_error"),
+    "mercer.core.bigbird": ("BigBird", "RandomBlocks"),
     "mercer.core.denominators": ("Clamped", "Detached", "Length", "SigmoidGate"),
     "mercer.core.feature_maps": ("Dpfp", "ExpFeatures"),
     "mercer.core.feature_variance": ("feature_mean", "feature_variance"),
     "mercer.core.learned_maps": ("Hedgehog", "MlpFeatures", "matching_loss"),
+    "mercer.core.patterns": (
+        "Blocks",
+        "Columns",
+        "Fixed",
+        "Global",
+        "Longformer",
+        "Prefix",
+        "PrefixLM",
+        "Strided",
+        "Visible",
+    ),
     "mercer.core.random_features": ("PositiveRandomFeatures", "TrigonometricRandomFeatures"),
     "mercer.core.kernels": ("Cosine", "Elu", "Exp", "Gaussian", "Kernel", "Power", "Relu", "Taylor"),
     "mercer.core.machine": ("Machine", "use_machine"),
@@ -45,8 +77,26 @@ _HOMES = {
     "mercer.core.names": ("attention_name", "parse_attention"),
     "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Standardize", "Sum"),
     "mercer.core.state": ("CacheState", "FeatureState", "MixedState", "State"),
-    "mercer.core.structures": ("Alibi", "Causal", "Decay", "Documents", "Full", "Padding", "Structure", "Window"),
-    "mercer.errors": ("Interrupted", "InvalidArgument", "MercerError", "NonFinite", "StorageError", "Unsupported"),
+    "mercer.core.structures": (
+        "Alibi",
+        "Causal",
+        "Decay",
+        "Documents",
+        "Full",
+        "Padding",
+        "Pattern",
+        "Structure",
+        "Window",
+    ),
+    "mercer.errors": (
+        "Interrupted",
+        "InvalidArgument",
+        "MercerError",
+        "NonFinite",
+        "PeerError",
+        "StorageError",
+        "Unsupported",
+    ),
     "mercer.memory": ("AssociativeMemory",),
     "mercer.ops": ("attention", "plan"),
     "mercer.regression": ("KernelRegression", "kernel_regression"),
@@ -60,9 +110,12 @@ __all__ = [
     "Alibi",
     "ApproximationError",
     "AssociativeMemory",
+    "BigBird",
+    "Blocks",
     "CacheState",
     "Causal",
     "Clamped",
+    "Columns",
     "Cosine",
     "Decay",
     "Detached",
@@ -72,8 +125,10 @@ __all__ = [
     "Exp",
     "ExpFeatures",
     "FeatureState",
+    "Fixed",
     "Full",
     "Gaussian",
+    "Global",
     "Hedgehog",
     "Identity",
     "Interrupted",
@@ -81,6 +136,7 @@ __all__ = [
     "Kernel",
     "KernelRegression",
     "Length",
+    "Longformer",
     "Machine",
     "MercerError",
     "Mixed",
@@ -89,18 +145,25 @@ __all__ = [
     "NonFinite",
     "Normalizer",
     "Padding",
+    "Pattern",
+    "PeerError",
     "PositiveRandomFeatures",
     "Power",
+    "Prefix",
+    "PrefixLM",
+    "RandomBlocks",
     "Relu",
     "SigmoidGate",
     "Standardize",
     "State",
     "StorageError",
+    "Strided",
     "Structure",
     "Sum",
     "Taylor",
     "TrigonometricRandomFeatures",
     "Unsupported",
+    "Visible",
     "Window",
     "__version__",
     "advise",

@@ -117,4 +117,4 @@ def _scores(rows: Rows, scale: float, block: slice) -> tuple[Tensor, Tensor]:
     key = rows.key.repeat_interleave(rows.groups, 1)
     visible = rows.layout.visible(block, slice(0, key.shape[2]))
     score = scale * (rows.query[:, :, block] @ key.mT)
-    return score, score.new_zeros((), dtype=torch.bool) if visible is None else ~visible.unsqueeze(1)
+    return score, score.new_zeros((), dtype=torch.bool) if visible is None else ~visible

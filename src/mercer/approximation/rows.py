@@ -106,7 +106,7 @@ class Rows:
         if kernel.exponential:
             log = score if log is None else score + log
         visible = layout.visible(rows, slice(0, keys))
-        hidden = None if visible is None else ~visible.unsqueeze(1)
+        hidden = None if visible is None else ~visible
         weight = torch.ones_like(score) if kernel.exponential else kernel.profile(score)
         if log is not None:
             log = log.expand_as(score)

@@ -23,7 +23,13 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
         return False
     if not normalizer.scale_invariant or not normalizer.takes_divided_rows:
         return False
-    if merged.left is not None or merged.weighted or merged.padding is not None or merged.documents is not None:
+    if (
+        merged.patterns
+        or merged.left is not None
+        or merged.weighted
+        or merged.padding is not None
+        or merged.documents is not None
+    ):
         return False
     keys = sizes.key_length + sizes.past_length
     if not keys or not sizes.query_length or sizes.holes:

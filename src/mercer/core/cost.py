@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from mercer.core.kernels import Kernel
-from mercer.core.structures import Merged
+from mercer.core.places import Geometry
+from mercer.core.schedule import Schedule, schedule
+from mercer.core.structures import Merged, Window, intersection
 from mercer.core.support import FEATURE_CHUNK, Sizes
 
 
@@ -13,6 +15,8 @@ def visible_pairs(merged: Merged, sizes: Sizes) -> int:
     """
     queries, keys = sizes.query_length, sizes.key_length + sizes.past_length
     shift = keys - queries
+    if merged.patterns:
+        return _scheduled(merged, sizes).visible
     left = keys + queries if merged.left is None else merged.left
     right = keys + queries if merged.right is None else merged.right
     # Rows i see keys max(0, i + shift - left) .. min(keys - 1, i + shift + right): sum both bounds as arithmetic
@@ -20,6 +24,21 @@ def visible_pairs(merged: Merged, sizes: Sizes) -> int:
     high = _clamped_sum(shift + right + 1, queries, keys)
     low = _clamped_sum(shift - left, queries, keys)
     return max(0, high - low)
+
+
+def computed_pairs(merged: Merged, sizes: Sizes) -> int:
+    """Pairs of one head and batch row in the tiles of a pattern, hidden ones of these tiles included."""
+    return _scheduled(merged, sizes).pairs
+
+
+def _scheduled(merged: Merged, sizes: Sizes) -> Schedule:
+    """The schedule of a call without padding; where it depends on the call's own tokens, of what may be visible."""
+    keys = sizes.key_length + sizes.past_length
+    shift = keys - sizes.query_length
+    heads = (0, 1) if any(p.per_head for p in merged.patterns) else (0, sizes.query_heads)
+    geometry = Geometry(shift, sizes.query_length, 0, keys, (keys,), sizes.batch, heads)
+    patterns = tuple(p.planned() for p in merged.patterns)
+    return schedule(intersection((*patterns, Window(merged.left, merged.right))), geometry)
 
 
 def _clamped_sum(start: int, count: int, limit: int) -> int:

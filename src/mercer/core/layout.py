@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mercer.core.structures import Merged
+from mercer.core.places import Index, Place
+from mercer.core.structures import Merged, Pattern, intersection, union
 from mercer.errors import InvalidArgument
 
 
@@ -31,6 +32,8 @@ class Tokens:
     key_log: Tensor | None  # [b, h, Lk] float64: cumulative log-decay after each key's own step
     query_log: Tensor | None  # [b, h, Lq] float64
     key_weight: Tensor | None = None  # [b, h, Lk] float64: what each key's own contribution is multiplied by
+    batch: int = 1
+    heads: int = 1  # of queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +63,14 @@ class Layout:
     key_log: Tensor | None
     offset: int | None
     """If every position is just its index, the position of query 0 on the scale of the keys; else None."""
+    patterns: tuple[Pattern, ...] = ()
+    """What must show a pair beside the band from left to right."""
+    weighing: tuple[Pattern, ...] = ()
+    """Those that also weigh pairs."""
+    total: Tensor | None = None
+    """Real tokens in all of each query's sequence, ``[b, 1]`` or, in packed documents, ``[b, Lq]``; with patterns."""
+    batch: int = 1
+    heads: int = 1
 
     @property
     def query_length(self) -> int:
@@ -89,44 +100,75 @@ class Layout:
                 high = int(np.searchsorted(oldest, int(queries.max()) + self.right, side="right"))
         return (low, high) if low < high else (0, 0)
 
-    def visible(self, queries: slice, keys: slice, rows: slice = slice(None)) -> Tensor | None:
-        """Boolean mask ``[b, Lq', Lk']`` of a tile, or None if all of it is visible. ``rows`` selects batch entries."""
-        if self.offset is not None and self.query_document is None:
+    def visible(
+        self,
+        queries: Index,
+        keys: Index,
+        rows: slice = slice(None),
+        heads: slice = slice(None),
+        shown: tuple[tuple[Pattern, ...], ...] | None = None,
+        hidden: tuple[tuple[Pattern, ...], ...] = (),
+    ) -> Tensor | None:
+        """Boolean mask ``[b, h, Lq', Lk']`` of a tile (b, h may be 1), or None if all of it is visible.
+
+        ``rows`` and ``heads`` select batch entries and query heads. ``shown`` and ``hidden`` replace the patterns and
+        the band by some of their alternatives, less others.
+        """
+        patterned = bool(self.patterns) or shown is not None
+        if self.offset is not None and self.query_document is None and not patterned:
+            assert isinstance(queries, slice)
+            assert isinstance(keys, slice)
             first, last = self.offset + queries.start, self.offset + queries.stop - 1
             if (self.right is None or keys.stop - 1 <= first + self.right) and (
                 self.left is None or keys.start >= last - self.left
             ):
                 return None
-        if self.offset is not None:
+        if self.offset is not None and not patterned:
             rows = slice(0, 1)  # rows of different pasts differ in their positions but not in their distances
-        q = _rows(self.query_position, rows)[:, queries, None]
-        k = _rows(self.key_position, rows)[:, None, keys]
+        q = _rows(self.query_position, rows)[:, queries].unsqueeze(2)
+        k = _rows(self.key_position, rows)[:, keys].unsqueeze(1)
         mask: Tensor | None = None
-        if self.right is not None:
+        if self.right is not None and shown is None:
             mask = k <= q + self.right
-        if self.left is not None:
+        if self.left is not None and shown is None:
             near = k >= q - self.left
             mask = near if mask is None else mask & near
-        for valid, index in (
-            (self.query_valid, (slice(None), queries, None)),
-            (self.key_valid, (slice(None), None, keys)),
-        ):
+        for valid, at, dim in ((self.query_valid, queries, 2), (self.key_valid, keys, 1)):
             if valid is not None:
-                part = _rows(valid, rows)[index]
+                part = _rows(valid, rows)[:, at].unsqueeze(dim)
                 mask = part if mask is None else mask & part
         if self.query_document is not None:
             assert self.key_document is not None
-            same = (self.query_document[queries, None] == self.key_document[None, keys])[None]
+            same = (self.query_document[queries].unsqueeze(1) == self.key_document[keys].unsqueeze(0)).unsqueeze(0)
             mask = same if mask is None else mask & same
+        mask = None if mask is None else mask.unsqueeze(1)
+        if patterned:
+            place = self.place(queries, keys, rows, heads)
+            seen = union(intersection(self.patterns) if shown is None else shown, place)
+            if hidden:
+                seen = seen & ~union(hidden, place)
+            mask = seen if mask is None else mask & seen
         return mask
 
-    def distance(self, queries: slice, keys: slice, rows: slice = slice(None)) -> Tensor:
-        """|position difference| of a tile, ``[b, Lq', Lk']`` int64: exact in every dtype of the scores."""
-        return (
-            _rows(self.query_position, rows)[:, queries, None] - _rows(self.key_position, rows)[:, None, keys]
-        ).abs()
+    def place(self, queries: Index, keys: Index, rows: slice = slice(None), heads: slice = slice(None)) -> Place:
+        """Where the queries and keys of a tile stand."""
+        device = self.query_position.device
+        total = self.total if self.total is not None else self.key_position.new_full((1, 1), self.key_length)
+        total = total[:, queries] if total.shape[1] > 1 else total
+        return Place(
+            _rows(self.query_position, rows)[:, None, queries].unsqueeze(3),
+            _rows(self.key_position, rows)[:, keys][:, None, None],
+            _rows(total, rows)[:, None, :, None],
+            torch.arange(self.batch, device=device)[rows].view(-1, 1, 1, 1),
+            torch.arange(self.heads, device=device)[heads].view(1, -1, 1, 1),
+        )
 
-    def bias(self, queries: slice, keys: slice, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor | None:
+    def distance(self, queries: Index, keys: Index, rows: slice = slice(None)) -> Tensor:
+        """|position difference| of a tile, ``[b, Lq', Lk']`` int64: exact in every dtype of the scores."""
+        query, key = (_rows(x, rows)[:, at] for x, at in ((self.query_position, queries), (self.key_position, keys)))
+        return (query.unsqueeze(2) - key.unsqueeze(1)).abs()
+
+    def bias(self, queries: Index, keys: Index, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor | None:
         """Log-weights of a tile, ``[b, h, Lq', Lk']`` (b, h may be 1), or None if all are 0."""
         total: Tensor | None = None
         if self.slopes is not None:
@@ -139,6 +181,10 @@ class Layout:
             # Differences of cumulative sums in float64: no digit of the float32 result is lost even after 10^6 steps.
             decay = (q.unsqueeze(-1) - k.unsqueeze(-2)).clamp_(max=0).to(dtype)
             total = decay if total is None else total + decay
+        for pattern in self.weighing:
+            weight = pattern.log_weight(self.place(queries, keys, rows, heads))
+            if weight is not None:
+                total = weight.to(dtype) if total is None else total + weight.to(dtype)
         return total
 
 
@@ -181,7 +227,7 @@ def tokens(
         pad = max(0, -shift)
         query_log = torch.nn.functional.pad(key_log, (pad, 0))[..., key_length + pad - query_length :]
     weight = _complement(merged, query_heads, key_heads, key_length)
-    return Tokens(key_valid, query_valid, key_rank, query_rank, count, key_log, query_log, weight)
+    return Tokens(key_valid, query_valid, key_rank, query_rank, count, key_log, query_log, weight, batch, query_heads)
 
 
 def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
@@ -229,7 +275,21 @@ def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
         query_log=query_log,
         key_log=key_log,
         offset=offset,
+        patterns=tuple(p.laid(own.key_rank, own.key_valid) for p in merged.patterns),
+        weighing=tuple(p for p in merged.patterns if p.weighs),
+        total=_totals(merged, own, past) if merged.patterns else None,
+        batch=own.batch,
+        heads=own.heads,
     )
+
+
+def _totals(merged: Merged, own: Tokens, past: PastKeys | None) -> Tensor:
+    """Real tokens in all of each query's sequence, ``[b, 1]``, or ``[1, Lq]`` in packed documents."""
+    if merged.documents is not None:
+        sizes = torch.tensor(np.diff(merged.documents.bounds(own.key_rank.shape[1])), device=own.key_rank.device)
+        return sizes.repeat_interleave(sizes).unsqueeze(0)
+    total = own.count.unsqueeze(1)
+    return total if past is None else total + past.count.unsqueeze(1)
 
 
 def with_weights(plan: Layout, slopes: Tensor | None, query_log: Tensor | None, key_log: Tensor | None) -> Layout:

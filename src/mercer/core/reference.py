@@ -13,12 +13,14 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
+from mercer.core.bigbird import BigBird
 from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.reference_maps import literal_features
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
+from mercer.core.reference_patterns import literal_weight, literally_shown
+from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Pattern, Structure, Window
 from mercer.errors import Unsupported
 
 
@@ -42,16 +44,16 @@ def reference_attention(
     rows: list[Tensor] = []
     for i in range(length):
         numerator = value.new_zeros(batch, heads, value.shape[-1])
-        denominator, count = value.new_zeros(batch, heads), value.new_zeros(batch, 1)
+        denominator, count = value.new_zeros(batch, heads), value.new_zeros(batch, heads)
         for j in range(key.shape[2]):
             k = key[:, :, j].repeat_interleave(groups, 1)
             v = value[:, :, j].repeat_interleave(groups, 1)
-            visible, log_weight = weigh(i, j)
+            visible, log_weight = weigh(i, j)  # [B, H or 1], [B, H]
             similar = _similarity(kernel, query[:, :, i], k, scale, weigh.ahead(i, j))
-            pair = torch.where(visible.unsqueeze(1), log_weight.exp() * similar, 0.0)
+            pair = torch.where(visible, log_weight.exp() * similar, 0.0)
             numerator = numerator + pair.unsqueeze(-1) * v
             denominator = denominator + pair
-            count = count + visible.unsqueeze(1)
+            count = count + visible
         rows.append(_normalise(normalizer, numerator, denominator, count, i))
     return torch.stack(rows, 2) if rows else value.new_zeros(batch, heads, 0, value.shape[-1])
 
@@ -163,7 +165,7 @@ def _elu_plus_one(x: Tensor) -> Tensor:
 
 
 def _normalise(normalizer: Normalizer, numerator: Tensor, denominator: Tensor, count: Tensor, row: int) -> Tensor:
-    """The output ``[B, H, Dv]`` of a row that sees ``count`` keys, ``[B, 1]``."""
+    """The output ``[B, H, Dv]`` of a row that sees ``count`` keys, ``[B, H]``."""
     if isinstance(normalizer, Identity):
         return numerator
     if isinstance(normalizer, SigmoidGate):
@@ -210,7 +212,9 @@ class _Weights:
     def __init__(self, structure: Structure, batch: int, heads: int, queries: int, keys: int) -> None:
         self.parts, self.batch, self.heads = structure.parts, batch, heads
         self.queries, self.keys = queries, keys
-        ordered = any(isinstance(p, Causal | Window | Decay | Documents | Alibi) for p in self.parts)
+        ordered = any(
+            isinstance(p, Pattern | Decay | Documents | Alibi) and not isinstance(p, Full) for p in self.parts
+        )
         self.key_real = [[True] * keys for _ in range(batch)]
         self.query_real = [[True] * queries for _ in range(batch)]
         for part in self.parts:
@@ -232,14 +236,16 @@ class _Weights:
 
     def __call__(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """Visibility ``[B]`` and log-weight ``[B, H]`` of query i and key j."""
-        visible = [self.key_real[b][j] and self.query_real[b][i] for b in range(self.batch)]
+        there = [self.key_real[b][j] and self.query_real[b][i] for b in range(self.batch)]
+        visible = list(there)
+        patterned = torch.ones(self.batch, self.heads, dtype=torch.bool)
         log = torch.zeros(self.batch, self.heads, dtype=torch.float64)
         for part in self.parts:
             for b in range(self.batch):
                 ahead = self.key_at[b][j] - self.query_at[b][i]
-                if isinstance(part, Causal):
+                if isinstance(part, Causal) or part == Window(None, 0):
                     visible[b] = visible[b] and ahead <= 0
-                elif isinstance(part, Window):
+                elif isinstance(part, Window) and part.dilation == 1:
                     visible[b] = (
                         visible[b]
                         and (part.left is None or -ahead <= part.left)
@@ -248,6 +254,9 @@ class _Weights:
                 elif isinstance(part, Documents):
                     stops = part.offsets.tolist()[1:]
                     visible[b] = visible[b] and sum(i >= s for s in stops) == sum(j >= s for s in stops)
+                elif isinstance(part, Pattern) and not isinstance(part, Full):
+                    for h in range(self.heads):
+                        patterned[b, h] &= self._shows(part, b, h, i, j) if there[b] else False
                 elif not isinstance(part, Full | Padding | Alibi | Decay):
                     raise Unsupported(f"The reference does not know {type(part).__name__}.")
             if isinstance(part, Alibi):
@@ -257,7 +266,25 @@ class _Weights:
                 log = log - part.slopes.double() * gap.unsqueeze(1)
             elif isinstance(part, Decay):
                 log = log + self._decay(part, j, [q + self.keys - self.queries for q in [i] * self.batch])
-        return torch.tensor(visible), log
+            elif isinstance(part, BigBird) and part.hf_compat:
+                again = [literal_weight(part, *self._stand(b, i, j)) for b in range(self.batch)]
+                log = log + torch.tensor(again, dtype=torch.float64).unsqueeze(1)
+        return torch.tensor(visible).unsqueeze(1) & patterned, log
+
+    def _stand(self, b: int, i: int, j: int) -> tuple[int, int, int]:
+        """Positions of query i and key j of a row, and how many tokens there are, or in its own document."""
+        documents = next((p for p in self.parts if isinstance(p, Documents)), None)
+        if documents is None:
+            return self.query_at[b][i], self.key_at[b][j], sum(self.key_real[b])
+        bounds = documents.offsets.tolist()
+        begin = max(s for s in bounds if s <= i)
+        end = min(s for s in bounds if s > i)
+        return i - begin, j - begin, end - begin
+
+    def _shows(self, part: Pattern, b: int, h: int, i: int, j: int) -> bool:
+        """Whether a pattern shows key j to query i."""
+        query, key, total = self._stand(b, i, j)
+        return literally_shown(part, query, key, total, b, h, (i + self.keys - self.queries, j))
 
     def ahead(self, i: int, j: int) -> Tensor:
         """How many positions key j stands after query i, ``[B]``."""

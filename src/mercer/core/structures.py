@@ -2,8 +2,9 @@
 hidden from i.
 
 Structures compose with ``&``: visibilities intersect and log-weights add, so ``Causal() & Window(255, 0) &
-Padding(lengths=n)`` is a padded sliding window. What a structure needs to know of the tensors (lengths, batch, heads)
-it learns when it is used.
+Padding(lengths=n)`` is a padded sliding window. Those that only say who sees whom, the patterns, compose with ``|``:
+a pair is visible if either side shows it. What a structure needs to know of the tensors (lengths, batch, heads) it
+learns when it is used. :mod:`mercer.core.patterns` has the sparse patterns of the literature.
 
 Positions. Queries are aligned with the *last* keys (bottom-right): with Lq queries and Lk keys query i stands where key
 i + Lk - Lq stands. A token that :class:`Padding` hides is as if absent: it adds nothing, decays nothing and does not
@@ -12,12 +13,19 @@ count in any position or distance, so a sequence gives the same answer alone and
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import reduce
+from itertools import pairwise, product
+from operator import and_, or_
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from mercer.core.places import Candidates, Geometry, Place
 from mercer.errors import InvalidArgument, Unsupported
 
 
@@ -32,6 +40,89 @@ class Structure:
         if not isinstance(other, Structure):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"A structure composes with a structure, not with {other!r}.")
         return Both(tuple(p for s in (self, other) for p in s.parts if not isinstance(p, Full)) or (Full(),))
+
+    def __or__(self, other: Structure) -> Structure:
+        if not isinstance(other, Structure):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"A structure composes with a structure, not with {other!r}.")
+        members = tuple(m for s in (self, other) for m in (s.members if isinstance(s, Either) else (s,)))
+        for part in (p for m in members for p in m.parts):
+            if not isinstance(part, Pattern):
+                raise InvalidArgument(
+                    f"{type(part).__name__} says more than who sees whom, so it has no place beside |: write "
+                    f"(A | B) & {type(part).__name__}(...)."
+                )
+        return Either(members)
+
+
+class Pattern(Structure):
+    """A structure that only says who sees whom.
+
+    A subclass gives :meth:`sees`, the definition, and :meth:`candidates`, where to look for the keys of some queries,
+    so that work grows with what is visible; or, made of others, :meth:`alternatives`.
+
+    Attributes:
+        per_head: whether heads see different keys.
+        per_row: whether batch rows see different keys, though their tokens stand at the same positions.
+        needs_length: whether it depends on how many tokens there are in all.
+        ends: why a state cannot continue it, as the predicate of a sentence; None if one can.
+        weighs: whether :meth:`log_weight` gives anything.
+        asks: whether only :meth:`sees` knows if rows or heads differ.
+        exact: whether it shows no more than is visible.
+    """
+
+    per_head: bool = False
+    per_row: bool = False
+    needs_length: bool = False
+    ends: str | None = None
+    weighs: bool = False
+    asks: bool = False
+    exact: bool = True
+
+    def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
+        """The pattern as a union of intersections of patterns that are not made of others."""
+        return ((self,),)
+
+    def sees(self, at: Place) -> Tensor:
+        """Whether queries see keys: boolean, broadcast over what ``at`` holds."""
+        return union(self.alternatives(), at)
+
+    def candidates(self, geometry: Geometry) -> Candidates:
+        """Where the keys of given queries are; may hold more than is visible, never less."""
+        raise NotImplementedError(f"{type(self).__name__} must give candidates() or alternatives().")
+
+    def decides(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool | None:
+        """Whether all (True) or none (False) of the pairs of two ranges of positions are visible, both ends included;
+        None if some are, or nobody knows.
+        """
+        return None
+
+    def log_weight(self, at: Place) -> Tensor | None:
+        """Logarithms of weights that pairs have beside their visibility, constants; None for none."""
+        return None
+
+    def laid(self, key_rank: Tensor, key_valid: Tensor | None) -> Pattern:
+        """The pattern for a call's own tokens, given their positions ``[b, L]`` and validity."""
+        return self
+
+    def planned(self) -> Pattern:
+        """The pattern as far as it is known without a call's tokens, for counting work."""
+        return self
+
+    def in_documents(self) -> Pattern:
+        """The pattern within each packed document, whose rows are not those of the batch."""
+        if self.per_row:
+            raise Unsupported(f"{self} with Documents: give a pattern that is the same in all rows and documents.")
+        return self
+
+    def plain(self) -> Pattern:
+        """The pattern, or one without tensors that shows as much or more in every row (not ``exact`` then)."""
+        return self
+
+
+def union(alternatives: Sequence[tuple[Pattern, ...]], at: Place) -> Tensor:
+    """Whether any of some intersections of patterns shows a pair."""
+    everything = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=at.key.device)
+    return reduce(or_, (reduce(and_, (p.sees(at) for p in together), everything) for together in alternatives))
 
 
 @dataclass(frozen=True)
@@ -49,40 +140,136 @@ class Both(Structure):
 
 
 @dataclass(frozen=True)
-class Full(Structure):
+class Either(Pattern):
+    """Several patterns, any of which shows a pair; made by ``|``."""
+
+    members: tuple[Structure, ...]
+
+    def __post_init__(self) -> None:
+        for part in self._patterns:
+            if part.weighs:
+                raise InvalidArgument(f"{part} also weighs pairs, so it has no place beside |: compose it with &.")
+
+    @property
+    def _patterns(self) -> list[Pattern]:
+        return [part for member in self.members for part in member.parts if isinstance(part, Pattern)]
+
+    @property
+    def per_head(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(part.per_head for part in self._patterns)
+
+    @property
+    def needs_length(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(part.needs_length for part in self._patterns)
+
+    @property
+    def ends(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return next((part.ends for part in self._patterns if part.ends is not None), None)
+
+    def in_documents(self) -> Pattern:
+        return self._mapped(lambda part: part.in_documents())
+
+    def planned(self) -> Pattern:
+        return self._mapped(lambda part: part.planned())
+
+    def laid(self, key_rank: Tensor, key_valid: Tensor | None) -> Pattern:
+        return self._mapped(lambda part: part.laid(key_rank, key_valid))
+
+    def _mapped(self, change: Callable[[Pattern], Pattern]) -> Pattern:
+        return Either(
+            tuple(
+                Both(tuple(change(p) if isinstance(p, Pattern) else p for p in member.parts)) for member in self.members
+            )
+        )
+
+    def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
+        return tuple(together for member in self.members for together in intersection(member.parts))
+
+    def __str__(self) -> str:
+        return " | ".join(f"({m})" if isinstance(m, Both) else str(m) for m in self.members)
+
+
+def intersection(parts: Sequence[Structure]) -> tuple[tuple[Pattern, ...], ...]:
+    """The intersection of patterns as a union of intersections."""
+    each = [part.alternatives() for part in parts if isinstance(part, Pattern)]
+    return tuple(tuple(dict.fromkeys(p for chosen in one for p in chosen)) for one in product(*each))
+
+
+@dataclass(frozen=True)
+class Full(Pattern):
     """Every query sees every key."""
 
+    def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
+        return ((),)
+
 
 @dataclass(frozen=True)
-class Causal(Structure):
+class Causal(Pattern):
     """A query sees the keys at its own position and before."""
 
+    def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
+        return ((Window(None, 0),),)
+
 
 @dataclass(frozen=True)
-class Window(Structure):
+class Window(Pattern):
     """A query at position i sees keys at positions i - left .. i + right, both inclusive.
 
     Args:
         left: distance seen backwards, 0 or more, or None for no limit.
         right: distance seen forwards, 0 or more, or None for no limit. Default 0.
+        dilation: keys at distances that are multiples of this alone; ``left`` and ``right`` count such steps, so that
+            the window reaches dilation times as far. Default 1.
 
     ``Window.last(width)`` is the sliding window of Mistral: the last ``width`` keys, at distances 0..width-1.
     """
 
     left: int | None
     right: int | None = 0
+    dilation: int = 1
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InvalidArgument(f"Window: {name} must be an integer of 0 or more, or None, not {value!r}.")
+        at_least("Window", dilation=self.dilation)
 
     @staticmethod
-    def last(width: int) -> Window:
-        """The last ``width`` keys up to and including one's own position."""
+    def last(width: int, dilation: int = 1) -> Window:
+        """The last ``width`` keys up to and including one's own position, or every ``dilation``-th one."""
         if width < 1:
             raise InvalidArgument(f"Window.last: width must be 1 or more, not {width}.")
-        return Window(width - 1, 0)
+        return Window(width - 1, 0, dilation)
+
+    def __str__(self) -> str:
+        dilation = "" if self.dilation == 1 else f", dilation={self.dilation}"
+        return f"Window(left={self.left}, right={self.right}{dilation})"
+
+    def sees(self, at: Place) -> Tensor:
+        ahead = at.key - at.query
+        seen = torch.ones_like(ahead, dtype=torch.bool) if self.dilation == 1 else ahead % self.dilation == 0
+        if self.left is not None:
+            seen = seen & (ahead >= -self.left * self.dilation)
+        return seen if self.right is None else seen & (ahead <= self.right * self.dilation)
+
+    def candidates(self, geometry: Geometry) -> Candidates:
+        step = self.dilation
+
+        def keys(queries: NDArray[np.int64]) -> range:
+            first, last = int(queries[0]), int(queries[-1])
+            low = first % step if self.left is None else first - self.left * step
+            low = low if low >= 0 else low % step
+            return range(low, geometry.stop if self.right is None else last + self.right * step + 1, step)
+
+        return Candidates(keys, step)
+
+    def decides(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool | None:
+        nearest, farthest = keys[0] - queries[1], keys[1] - queries[0]
+        low = -math.inf if self.left is None else -self.left * self.dilation
+        high = math.inf if self.right is None else self.right * self.dilation
+        if farthest < low or nearest > high:
+            return False
+        return True if self.dilation == 1 and nearest >= low and farthest <= high else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,6 +429,8 @@ class Merged:
     documents: Documents | None
     alibi: Alibi | None
     decay: Decay | None
+    patterns: tuple[Pattern, ...] = ()
+    """What is visible beside the band from ``left`` to ``right``: all of these must show a pair."""
 
     @property
     def causal(self) -> bool:
@@ -251,12 +440,13 @@ class Merged:
     @property
     def ordered(self) -> bool:
         """Positions matter, so queries and keys are the same tokens (self-attention)."""
-        return self.left is not None or self.right is not None or self.weighted or self.documents is not None
+        band = self.left is not None or self.right is not None
+        return band or self.weighted or self.documents is not None or bool(self.patterns)
 
     @property
     def weighted(self) -> bool:
         """Log-weights are not all 0."""
-        return self.alibi is not None or self.decay is not None
+        return self.alibi is not None or self.decay is not None or any(p.weighs for p in self.patterns)
 
     def entries(self, batch: int) -> int:
         """Batch entries of a state: one per row, or per document of each row."""
@@ -271,7 +461,7 @@ class Merged:
         """The same structure for documents laid out as a padded batch (per-token decay must be re-laid by the
         caller).
         """
-        parts: list[Structure] = [Window(self.left, self.right), padding]
+        parts: list[Structure] = [Window(self.left, self.right), padding, *self.patterns]
         parts += [p for p in (self.alibi, self.decay) if p is not None]
         return Both(tuple(parts))
 
@@ -281,10 +471,11 @@ def merge(structure: Structure) -> Merged:
     left: int | None = None
     right: int | None = None
     found: dict[type, Structure] = {}
+    patterns: list[Pattern] = []
     for part in structure.parts:
-        if isinstance(part, Full):
+        if isinstance(part, Full) or (isinstance(part, Pattern) and () in part.planned().alternatives()):
             continue
-        if isinstance(part, Causal | Window):
+        if isinstance(part, Causal | Window) and getattr(part, "dilation", 1) == 1:
             other_left, other_right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
             left, right = _tighter(left, other_left), _tighter(right, other_right)
         elif isinstance(part, Padding | Documents | Alibi | Decay):
@@ -292,10 +483,12 @@ def merge(structure: Structure) -> Merged:
             if kind in found:
                 raise Unsupported(f"Two {kind.__name__} in one structure: combine their tensors into one.")
             found[kind] = part
+        elif isinstance(part, Pattern):
+            patterns.append(part)
         else:
             raise Unsupported(
                 f"{type(part).__name__} is not a structure that the forms know; compose the ones in "
-                "mercer.core.structures."
+                "mercer.core.structures, or subclass its Pattern."
             )
     padding, documents, alibi, decay = (found.get(kind) for kind in (Padding, Documents, Alibi, Decay))
     if decay is not None and right != 0:
@@ -305,7 +498,9 @@ def merge(structure: Structure) -> Merged:
             "Padding together with Documents: leave the padding tokens out of the packed sequence, or make them a "
             "document."
         )
-    merged = Merged(left, right, padding, documents, alibi, decay)  # pyright: ignore[reportArgumentType]
+    if documents is not None:
+        patterns = [part.in_documents() for part in patterns]
+    merged = Merged(left, right, padding, documents, alibi, decay, tuple(patterns))  # pyright: ignore[reportArgumentType]
     if merged.padding is not None and merged.padding.queries is not None and merged.ordered:
         raise Unsupported(
             "Padding's queries= is for cross-attention: under a structure that orders its tokens the queries are the "
@@ -318,6 +513,13 @@ def _tensors(where: str, **values: object) -> None:
     for name, value in values.items():
         if value is not None and not isinstance(value, Tensor):
             raise InvalidArgument(f"{where}: {name} must be a tensor, not {type(value).__name__}.")
+
+
+def at_least(where: str, least: int = 1, **values: object) -> None:
+    """Raise unless every value is an integer of ``least`` or more."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidArgument(f"{where}: {name} must be an integer of {least} or more, not {value!r}.")
 
 
 def _tighter(a: int | None, b: int | None) -> int | None:

@@ -70,6 +70,13 @@ def unsupported(
             f"A state cannot serve a window that looks {merged.right} tokens ahead: use right=0, "
             "or run the whole sequence at once."
         )
+    if stateful:
+        for pattern in merged.patterns:
+            reason = pattern.ends
+            if reason is not None:
+                return f"{pattern} {reason}, so a state cannot continue it: run the whole sequence at once."
+    if isinstance(kernel, Mixed) and merged.patterns:
+        return f"{kernel} has a window of its own: leave {merged.patterns[0]} out, or use {kernel.near} alone."
     if isinstance(kernel, Mixed):
         if not merged.causal:
             return f"{kernel} tells near keys from far ones by their distance back: add Causal()."
@@ -96,6 +103,8 @@ def _features_unsupported(kernel: Kernel, merged: Merged, form: str, sizes: Size
         return "The dense form looks at pairs: use path='pairs', or form='chunked' for features."
     if kernel.feature_dim(1) is None:
         return f"{kernel} has no finite feature map: use path='pairs', or a finite kernel such as Taylor(4)."
+    if merged.patterns:
+        return f"A feature state holds all keys, and {merged.patterns[0]} shows some of them: use path='pairs'."
     if merged.left is not None:
         return "A feature state cannot forget what leaves a window: use path='pairs', or Decay instead of Window."
     if merged.right not in (None, 0):

@@ -40,7 +40,7 @@ def weights(
     score = query @ key.transpose(-1, -2)
     rows, columns, every = slice(*queries), slice(*keys), slice(None)
     mask = layout.visible(rows, columns)
-    hidden = None if mask is None else ~mask.unsqueeze(1)
+    hidden = None if mask is None else ~mask
     bias = layout.bias(rows, columns, every, every, score.dtype)
     if kernel.exponential:
         if bias is not None:

@@ -16,6 +16,8 @@ from mercer.errors import InvalidArgument
 from mercer.forms import log_features, recurrent
 from mercer.forms.call import Call, Rows
 from mercer.forms.dense import dense
+from mercer.forms.few import decodes, few, plain
+from mercer.forms.sparse import sparse
 from mercer.forms.tiles import tiles
 
 
@@ -27,14 +29,21 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
         past = _checked_cache(call, call.state, key, value)
         every = growth.join((past.keys, past.values), past.spot, key, value, call.return_state)
         key, value = every.keys, every.values
-    view = layout(call.merged, own, None if past is None else past.past())
     precision = call.precision
     denominator = peak = row_factor = None
-    if call.backend == "numba":
+    decoding = call.backend == "numba" and decodes(call, every)
+    view = None  # which only padding makes a step of decoding look at
+    if not decoding or not plain(call, own):
+        view = layout(call.merged, own, None if past is None else past.past())
+    if decoding:
+        numerator = few(call, query, every, view)
+    elif call.backend == "numba":
+        assert view is not None
         # Rows are rounded once: here where the normaliser leaves them as they are, after it elsewhere.
         dtype = query.dtype if type(call.normalizer) is Sum else precision
         numerator, _ = softmax_attention(query, key, value, call.scale, Sight.under(view), dtype)
     else:
+        assert view is not None
         mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
         mapped_key = call.kernel.scaled_key(key.to(precision), call.scale)
         weighed = view
@@ -46,7 +55,9 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
         if call.backend == "sdpa":
             numerator = sdpa(*mapped, weighed)
         else:
-            form = {"dense": dense, "chunked": tiles, "recurrent": recurrent.pairs}[call.form]
+            form = {"dense": dense, "chunked": sparse if weighed.patterns else tiles, "recurrent": recurrent.pairs}[
+                call.form
+            ]
             numerator, denominator, peak = form(*mapped, call.kernel, weighed, call.mass)
     if call.backend != "torch" and call.normalizer.needs_denominator and type(call.normalizer) is not Sum:
         denominator = numerator.new_ones(()).expand(numerator.shape[:-1])  # those rows are divided already
@@ -77,13 +88,15 @@ def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) ->
     return state
 
 
-def cache(call: Call, own: Tokens, view: Layout, every: Joined) -> CacheState:
-    """What the next call can see of all keys and values so far, its own ones included."""
+def cache(call: Call, own: Tokens, view: Layout | None, every: Joined) -> CacheState:
+    """What the next call can see of all keys and values so far, its own ones included; without a layout where all
+    tokens are real and there is no decay.
+    """
     batch, total = call.query.shape[0], every.keys.shape[2]
     length = own.count.expand(batch).to(torch.int64)
     if call.state is not None:
         length = length + call.state.length
-    valid, log = view.key_valid, view.key_log
+    valid, log = (None, None) if view is None else (view.key_valid, view.key_log)
     if log is not None and own.key_log is not None and own.key_log.shape[-1]:
         log = log - own.key_log[..., -1:]
     first = 0

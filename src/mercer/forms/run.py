@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from mercer.core.counts import keys_seen
-from mercer.core.layout import Tokens, tokens
+from mercer.core.layout import Tokens, layout, tokens
 from mercer.core.mixed import Mixed
-from mercer.core.state import State
+from mercer.core.state import CacheState, State
 from mercer.errors import InvalidArgument, NonFinite
-from mercer.forms import features, mixed, pairs
+from mercer.forms import features, mixed, pairs, sparse
 from mercer.forms.call import Call, blank
 
 
@@ -38,7 +38,9 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
         _vanished(call, own, denominator)
     if call.normalizer.needs_count:
         past = None if call.state is None else call.state.length
-        denominator = keys_seen(call.merged, own, past, numerator.dtype)
+        denominator = (
+            keys_seen(call.merged, own, past, numerator.dtype) if not call.merged.patterns else _shown(call, own)
+        )
     normalizer = call.normalizer.map_tokens(lambda x: blank(x, own.query_valid))
     if log_factor is None or normalizer.scale_invariant:
         out = normalizer.apply(numerator, denominator)
@@ -59,6 +61,12 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
     return out, after
 
 
+def _shown(call: Call, own: Tokens) -> Tensor:
+    """How many keys each query sees under a pattern, ``[b, h, Lq]``."""
+    past = call.state.past() if isinstance(call.state, CacheState) else None
+    return sparse.counts(layout(call.merged, own, past), call.precision)
+
+
 def _vanished(call: Call, own: Tokens, mass: Tensor) -> None:
     """Raise if a row's weights are so small that they may consist of what the accumulator cannot hold.
 
@@ -70,10 +78,11 @@ def _vanished(call: Call, own: Tokens, mass: Tensor) -> None:
     keys = call.key.shape[2] + (0 if call.state is None else int(call.state.length.max()))
     least = torch.finfo(mass.dtype).tiny * 1e6 * keys * (call.kernel.feature_dim(call.query.shape[-1]) or 1)
     low = mass.detach() < least
-    if not low.any():
+    if not low.any() or (call.merged.patterns and not call.kernel.log_features):
         return
     past = None if call.state is None else call.state.length
-    low = low & (keys_seen(call.merged, own, past, mass.dtype) > 0)
+    seen = _shown(call, own) if call.merged.patterns else keys_seen(call.merged, own, past, mass.dtype)
+    low = low & (seen > 0)
     if call.merged.decay is not None and call.merged.decay.complement:
         low = low & (mass != 0)  # keys whose rate is 1 weigh nothing
     if low.any():

@@ -7,7 +7,8 @@ the numerator and denominator of a row,
 
     dw = <du, v> + dd        dv += w du        ds = dw * (w if exponential, else exp(bias) f'(s))        dbias = w dw
 
-Workspaces are allocated once a call and used by every tile.
+Workspaces are allocated once a call and used by every tile. Where the structure is more than a band of distances the
+tiles are those of its schedule (:mod:`mercer.core.schedule`), whose queries and keys need not be neighbours.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from torch import Tensor
 from mercer.core.first_order import first_order
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, with_weights
+from mercer.core.places import Geometry, Index
+from mercer.core.schedule import schedule
+from mercer.core.structures import Window, intersection
+from mercer.forms.slabs import Keys, Slab, TileOf
 
 ROWS = 64
 """Queries per tile."""
@@ -45,69 +50,70 @@ def tiles(
     return numerator, denominator if needs_denominator else None, factor if kernel.exponential else None
 
 
-class _Slab:
-    """Some batch rows and key heads, with the query heads of each key head stacked as rows."""
-
-    def __init__(self, tensors: tuple[Tensor, Tensor], rows: slice, heads: slice) -> None:
-        query, key = tensors
-        self.rows, self.heads = rows, heads
-        self.groups = query.shape[1] // key.shape[1]
-        self.query_heads = slice(heads.start * self.groups, heads.stop * self.groups)
-        self.batch, self.count = rows.stop - rows.start, (rows.stop - rows.start) * (heads.stop - heads.start)
-
-    def key_side(self, x: Tensor, at: slice) -> Tensor:
-        """``[N, tk, *]``, a view where the strides allow."""
-        return x[self.rows, self.heads, at].flatten(0, 1)
-
-    def query_side(self, x: Tensor, at: slice) -> Tensor:
-        """``[N, g tq, *]``."""
-        part = x[self.rows, self.query_heads, at]
-        return part.reshape(self.count, -1, part.shape[-1])
-
-    def query_rows(self, x: Tensor, at: slice) -> Tensor:
-        """``[N, g tq, 1]`` of a tensor ``[B, Hq, Lq]``."""
-        return x[self.rows, self.query_heads, at].reshape(self.count, -1, 1)
-
-    def store(self, target: Tensor, at: slice, source: Tensor) -> None:
-        """Write rows ``[N, g tq, *]`` (or without the last dimension) back to ``[B, Hq, Lq, *]``."""
-        view = target[self.rows, self.query_heads, at]
-        view.copy_(source.reshape(view.shape))
-
-    def by_head(self, tile: Tensor) -> Tensor:
-        """A tile ``[N, g tq, tk]`` seen as ``[b, Hq', tq, tk]``."""
-        heads = self.count // self.batch * self.groups
-        return tile.view(self.batch, heads, -1, tile.shape[-1])
-
-
 class _Run:
     """What forward and backward share: how a call is cut, and how the weights of a tile are made."""
 
     def __init__(self, query: Tensor, key: Tensor, kernel: Kernel, layout: Layout) -> None:
         self.query, self.key, self.kernel, self.layout = query, key, kernel, layout
         self.buffers: dict[str, Tensor] = {}
-        self.masks: dict[tuple[int, int, int], Tensor | None] = {}
+        self.masks: dict[object, Tensor | None] = {}
+        self.band = not layout.patterns
+        if not self.band:
+            self.terms = intersection((*layout.patterns, Window(layout.left, layout.right)))
+            self.first_query = _firsts(layout.query_position, layout.query_valid)
+            self.first_key = _firsts(layout.key_position, layout.key_valid)
+            self.by_row = len({*self.first_query} - {None}) > 1 or len({*self.first_key} - {None}) > 1
+            self.by_head = any(p.per_head for p in layout.patterns)
 
-    def slabs(self) -> Iterator[_Slab]:
+    def slabs(self) -> Iterator[Slab]:
         batch, heads = self.key.shape[:2]
         groups = self.query.shape[1] // heads
         tile = groups * min(ROWS, self.query.shape[2]) * min(COLUMNS, self.key.shape[2]) * self.query.element_size()
         together = max(1, WORKSPACE // max(tile, 1))
-        if together >= heads:
+        if not self.band and self.by_head:
+            together = 1
+        if together >= heads and (self.band or not self.by_row):
             step = together // heads
             for start in range(0, batch, step):
-                yield _Slab((self.query, self.key), slice(start, min(batch, start + step)), slice(0, heads))
+                yield Slab((self.query, self.key), slice(start, min(batch, start + step)), slice(0, heads))
             return
         for row in range(batch):
             for start in range(0, heads, together):
-                yield _Slab((self.query, self.key), slice(row, row + 1), slice(start, min(heads, start + together)))
+                yield Slab((self.query, self.key), slice(row, row + 1), slice(start, min(heads, start + together)))
 
-    def query_tiles(self) -> Iterator[slice]:
+    def tiles(self, slab: Slab) -> Iterator[TileOf]:
+        """The tiles of a slab that hold anything visible."""
+        if not self.band:
+            for tile in schedule(self.terms, self.geometry(slab)).tiles:
+                yield TileOf(tile.queries, [Keys(k.at, k.mask, k.asked) for k in tile.keys], tile.first, tile)
+            return
         for start in range(0, self.query.shape[2], ROWS):
-            yield slice(start, min(start + ROWS, self.query.shape[2]))
+            queries = slice(start, min(start + ROWS, self.query.shape[2]))
+            low, high = self.layout.span(queries.start, queries.stop)
+            keys = [Keys(slice(first, min(first + COLUMNS, high))) for first in range(low, high, COLUMNS)]
+            if keys:
+                yield TileOf(queries, keys)
 
-    def key_tiles(self, queries: slice) -> list[slice]:
-        low, high = self.layout.span(queries.start, queries.stop)
-        return [slice(start, min(start + COLUMNS, high)) for start in range(low, high, COLUMNS)]
+    def geometry(self, slab: Slab) -> Geometry:
+        """Where the tokens of a slab stand; its rows are alike, and what is hidden stands behind the rest."""
+        layout = self.layout
+        heads = slab.query_heads if self.by_head else slice(0, layout.heads)
+        assert layout.total is not None
+        totals = layout.total[slab.rows if layout.total.shape[0] > 1 else slice(0, 1)]
+        first_query, first_key = (
+            next((p for p in (firsts[slab.rows] if len(firsts) > 1 else firsts) if p is not None), 0)
+            for firsts in (self.first_query, self.first_key)
+        )
+        return Geometry(
+            first_query,
+            layout.query_length,
+            first_key,
+            layout.key_length,
+            tuple(sorted(set(totals.flatten().tolist()))),
+            layout.batch,
+            (heads.start, heads.stop),
+            layout.query_position.device,
+        )
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """A workspace, grown when needed and reused by every tile."""
@@ -119,67 +125,105 @@ class _Run:
             flat = self.buffers[name] = self.query.new_empty(size)
         return flat[:size].view(shape)
 
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """total += left @ right. torch would run a product into a strided total one matrix at a time."""
-        total.add_(torch.bmm(left, right, out=self.buffer("product", *total.shape)))
+    def add_product(self, slab: Slab, total: Tensor, at: Index, left: Tensor, right: Tensor) -> None:
+        """total[keys] += left @ right. torch would run a product into a strided total one matrix at a time."""
+        shape = (left.shape[0], left.shape[1], right.shape[2])
+        slab.add_to_keys(total, at, torch.bmm(left, right, out=self.buffer("product", *shape)))
 
-    def hide(self, slab: _Slab, queries: slice, keys: slice, tile: Tensor) -> None:
-        """Zero what is hidden, in place; ``tile`` is ``[N, g tq, tk]``."""
-        view = slab.by_head(tile)
+    def hide(self, slab: Slab, tile: TileOf, keys: Keys, weights: Tensor) -> None:
+        """Zero what is hidden, in place; ``weights`` is ``[N, g tq, tk]``."""
+        view = slab.by_head(weights)
         layout = self.layout
-        if layout.offset is not None:  # a band: far faster to cut than a mask is to apply
-            diagonal = layout.offset + queries.start - keys.start
-            if layout.right is not None and keys.stop - keys.start > diagonal + layout.right + 1:
+        if layout.offset is not None and self.band:  # a band: far faster to cut than a mask is to apply
+            queries, at = tile.queries, keys.at
+            assert isinstance(queries, slice)
+            assert isinstance(at, slice)
+            diagonal = layout.offset + queries.start - at.start
+            if layout.right is not None and at.stop - at.start > diagonal + layout.right + 1:
                 view.tril_(diagonal + layout.right)
             if layout.left is not None and queries.stop - queries.start + diagonal > layout.left + 1:
                 view.triu_(diagonal - layout.left)
             return
-        hidden = self.hidden(slab, queries, keys)
-        if hidden is not None:
+        hidden = self.hidden(slab, tile, keys)
+        if hidden is not None and hidden.dtype == torch.bool:
             view.masked_fill_(hidden, 0)
+        elif hidden is not None:
+            view.mul_(hidden.exp())
 
-    def hidden(self, slab: _Slab, queries: slice, keys: slice) -> Tensor | None:
-        """What is hidden of a tile, or None: boolean ``[b, 1, tq, tk]`` (True = hidden), or without padding 0 and
-        -inf ``[1, 1, tq, tk]``.
+    def hidden(self, slab: Slab, tile: TileOf, keys: Keys) -> Tensor | None:
+        """What is hidden of a tile, or None: boolean ``[b, h, tq, tk]`` (True = hidden); or where rows do not differ 0
+        and -inf ``[1, h, tq, tk]``, which is faster to apply.
         """
-        if self.layout.offset is None:
-            mask = self.layout.visible(queries, keys, slab.rows)
-            return None if mask is None else ~mask.unsqueeze(1)
-        where = (queries.start - keys.start, queries.stop - queries.start, keys.stop - keys.start)
-        if where not in self.masks:  # without padding a mask depends on the tile's place relative to the diagonal alone
-            mask = self.layout.visible(queries, keys)
-            if mask is not None:
-                mask = (
-                    torch.zeros(mask.shape, dtype=self.query.dtype, device=mask.device)
-                    .masked_fill_(~mask, -torch.inf)
-                    .unsqueeze(1)
-                )
-            self.masks[where] = mask
-        return self.masks[where]
+        layout, queries, at = self.layout, tile.queries, keys.at
+        if self.band:
+            if layout.offset is None:
+                mask = layout.visible(queries, at, slab.rows)
+                return None if mask is None else ~mask
+            assert isinstance(queries, slice)
+            assert isinstance(at, slice)
+            # Without padding a mask depends on the tile's place relative to the diagonal alone.
+            where = (queries.start - at.start, queries.stop - queries.start, at.stop - at.start)
+            if where not in self.masks:
+                self.masks[where] = self.additive(layout.visible(queries, at))
+            return self.masks[where]
+        if keys.asked:
+            assert tile.made_from is not None
+            shown, hidden = (
+                tuple(self.terms[i] for i in terms) for terms in (tile.made_from.shown, tile.made_from.hidden)
+            )
+            mask = layout.visible(queries, at, slab.rows, slab.query_heads, shown, hidden)
+            return None if mask is None else ~mask
+        if layout.query_valid is None and layout.key_valid is None:
+            if keys.mask is None:
+                return None
+            if id(keys.mask) not in self.masks:  # the schedule keeps equal masks once
+                self.masks[id(keys.mask)] = self.additive(keys.mask.unsqueeze(0))
+            return self.masks[id(keys.mask)]
+        there = layout.visible(queries, at, slab.rows, slab.query_heads, ((),))
+        mask = there if keys.mask is None else keys.mask if there is None else keys.mask & there
+        return None if mask is None else ~mask
+
+    def additive(self, visible: Tensor | None) -> Tensor | None:
+        """0 where visible and -inf elsewhere."""
+        if visible is None:
+            return None
+        zeros = torch.zeros(visible.shape, dtype=self.query.dtype, device=visible.device)
+        return zeros.masked_fill_(~visible, -torch.inf)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return torch.bmm(q, k.transpose(1, 2), out=self.buffer("score", q.shape[0], q.shape[1], k.shape[1]))
 
-    def bias(self, slab: _Slab, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor | None:
-        return self.layout.bias(queries, keys, slab.rows, slab.query_heads, dtype)
+    def bias(self, slab: Slab, tile: TileOf, keys: Keys, dtype: torch.dtype) -> Tensor | None:
+        return self.layout.bias(tile.queries, keys.at, slab.rows, slab.query_heads, dtype)
 
-    def logits(self, slab: _Slab, queries: slice, keys: slice, q: Tensor, k: Tensor) -> Tensor:
+    def logits(self, slab: Slab, tile: TileOf, keys: Keys, q: Tensor, k: Tensor) -> Tensor:
         """Scores with bias over ln 2, minus infinity where hidden: an exponential kernel's weights are 2 to this power.
 
         torch's exp2 is three times as fast as its exp, and a factor on q costs nothing.
         """
         score = self.scores(q * LOG2_E, k)
         view = slab.by_head(score)
-        bias = self.bias(slab, queries, keys, score.dtype)
+        bias = self.bias(slab, tile, keys, score.dtype)
         if bias is not None:
             view.add_(bias, alpha=LOG2_E)
-        hidden = self.hidden(slab, queries, keys)
+        hidden = self.hidden(slab, tile, keys)
         if hidden is not None:
-            if self.layout.offset is None:
+            if hidden.dtype == torch.bool:
                 view.masked_fill_(hidden, -torch.inf)
             else:
                 view.add_(hidden)
         return score
+
+
+def _firsts(positions: Tensor, valid: Tensor | None) -> list[int | None]:
+    """The position of the first token of each row, None for rows without any."""
+    if not positions.shape[1]:
+        return [None]
+    if valid is None:
+        return list(positions[:, 0].tolist())
+    both = torch.broadcast_shapes(positions.shape, valid.shape)
+    firsts, there = positions.expand(both)[:, 0].tolist(), valid.expand(both)[:, 0].tolist()
+    return [first if real else None for first, real in zip(firsts, there, strict=True)]
 
 
 def forward_tiles(
@@ -197,10 +241,8 @@ def forward_tiles(
     factor = query.new_zeros(query.shape[:3] if kernel.exponential else 0)
     sums = _exponential_rows if kernel.exponential else _plain_rows
     for slab in run.slabs():
-        for queries in run.query_tiles():
-            keys = run.key_tiles(queries)
-            if keys:
-                sums(run, slab, queries, keys, value, needs_denominator, (numerator, denominator, factor))
+        for tile in run.tiles(slab):
+            sums(run, slab, tile, value, needs_denominator, (numerator, denominator, factor))
     return numerator, denominator, factor
 
 
@@ -226,10 +268,8 @@ def backward_tiles(
     grad_numerator = grad_numerator.contiguous()
     totals = Gradients(query, key, value, layout.slopes, layout.query_log, layout.key_log, asked)
     for slab in run.slabs():
-        for queries in run.query_tiles():
-            keys = run.key_tiles(queries)
-            if keys:
-                _backward_rows(run, slab, queries, keys, value, factor, grad_numerator, grad_denominator, totals)
+        for tile in run.tiles(slab):
+            _backward_rows(run, slab, tile, value, factor, grad_numerator, grad_denominator, totals)
     return totals
 
 
@@ -286,7 +326,7 @@ class Gradients:
         self.query_log = torch.zeros_like(query_log) if query_log is not None and asked[1] else None
         self.key_log = torch.zeros_like(key_log) if key_log is not None and asked[2] else None
 
-    def add_bias(self, run: _Run, slab: _Slab, queries: slice, keys: slice, tile: Tensor) -> None:
+    def add_bias(self, run: _Run, slab: Slab, queries: Index, keys: Index, tile: Tensor) -> None:
         """``tile`` is dbias, ``[b, Hq', tq, tk]``."""
         if self.slopes is not None:
             distance = run.layout.distance(queries, keys, slab.rows).unsqueeze(1).to(tile.dtype)
@@ -295,30 +335,35 @@ class Gradients:
             if target is not None:
                 rows = slab.rows if target.shape[0] > 1 else slice(None)
                 heads = slab.query_heads if target.shape[1] > 1 else slice(None)
-                view = target[rows, heads, at]
-                view += tile.sum(dimension, dtype=target.dtype).sum_to_size(view.shape) * sign
+                view = target[rows, heads]
+                size = tile.shape[2 if dimension == 3 else 3]
+                part = tile.sum(dimension, dtype=target.dtype).sum_to_size(*view.shape[:2], size) * sign
+                view[:, :, at] += part
 
 
 def _exponential_rows(
     run: _Run,
-    slab: _Slab,
-    queries: slice,
-    keys: list[slice],
+    slab: Slab,
+    tile: TileOf,
     value: Tensor,
     needs_denominator: bool,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Rows of an exponential kernel: online softmax over the key tiles, left scaled by exp(-log-sum-exp)."""
-    q = slab.query_side(run.query, queries)
+    q = slab.query_side(run.query, tile.queries)
     peak = total = rows = None
-    for at in keys:
-        score = run.logits(slab, queries, at, q, slab.key_side(run.key, at))
+    if not tile.first:  # what an earlier pass has left: rows divided by their sums, and the logarithms of these
+        rows = slab.query_side(into[0], tile.queries).clone()
+        total = slab.query_rows(into[1], tile.queries).clone()
+        peak = (slab.query_rows(into[2], tile.queries) * LOG2_E).masked_fill_(total == 0, -torch.inf)
+    for keys in tile.keys:
+        score = run.logits(slab, tile, keys, q, slab.key_side(run.key, keys.at))
         highest = score.amax(-1, keepdim=True)
         if peak is not None:
             highest = torch.maximum(highest, peak)
         shift = highest.masked_fill(highest == -torch.inf, 0)
         weight = score.sub_(shift).exp2_()
-        part = torch.bmm(weight, slab.key_side(value, at))
+        part = torch.bmm(weight, slab.key_side(value, keys.at))
         mass = weight.sum(-1, keepdim=True)
         if peak is None or rows is None or total is None:
             rows, total = part, mass
@@ -331,81 +376,84 @@ def _exponential_rows(
     assert peak is not None
     empty = total == 0
     rows.mul_(total.reciprocal().masked_fill_(empty, 0))
-    slab.store(into[0], queries, rows)
-    slab.store(into[2], queries, peak.add_(total.log2()).mul_(LN_2).masked_fill_(empty, 0))
-    if needs_denominator:
-        slab.store(into[1], queries, (~empty).to(rows.dtype))
+    slab.store(into[0], tile.queries, rows)
+    slab.store(into[2], tile.queries, peak.add_(total.log2()).mul_(LN_2).masked_fill_(empty, 0))
+    if needs_denominator or not run.band:
+        slab.store(into[1], tile.queries, (~empty).to(rows.dtype))
 
 
 def _plain_rows(
     run: _Run,
-    slab: _Slab,
-    queries: slice,
-    keys: list[slice],
+    slab: Slab,
+    tile: TileOf,
     value: Tensor,
     needs_denominator: bool,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Rows of a kernel that is summed as it is."""
-    q = slab.query_side(run.query, queries)
+    q = slab.query_side(run.query, tile.queries)
     rows = total = None
-    for at in keys:
-        weight = run.kernel.profile(run.scores(q, slab.key_side(run.key, at)))
+    if not tile.first:
+        rows = slab.query_side(into[0], tile.queries).clone()
+        total = slab.query_rows(into[1], tile.queries).squeeze(-1).clone() if needs_denominator else None
+    for keys in tile.keys:
+        weight = run.kernel.profile(run.scores(q, slab.key_side(run.key, keys.at)))
         view = slab.by_head(weight)
-        bias = run.bias(slab, queries, at, weight.dtype)
+        bias = run.bias(slab, tile, keys, weight.dtype)
         if bias is not None:
             view.mul_(bias.exp_())
-        run.hide(slab, queries, at, weight)
-        v = slab.key_side(value, at)
+        run.hide(slab, tile, keys, weight)
+        v = slab.key_side(value, keys.at)
         rows = torch.bmm(weight, v) if rows is None else rows.baddbmm_(weight, v)
         if needs_denominator:
             mass = weight.sum(-1)
             total = mass if total is None else total.add_(mass)
     assert rows is not None
-    slab.store(into[0], queries, rows)
+    slab.store(into[0], tile.queries, rows)
     if total is not None:
-        slab.store(into[1], queries, total)
+        slab.store(into[1], tile.queries, total)
 
 
 def _backward_rows(
     run: _Run,
-    slab: _Slab,
-    queries: slice,
-    keys: list[slice],
+    slab: Slab,
+    tile: TileOf,
     value: Tensor,
     factor: Tensor,
     grad_numerator: Tensor,
     grad_denominator: Tensor | None,
     totals: Gradients,
 ) -> None:
+    queries = tile.queries
     q, du = slab.query_side(run.query, queries), slab.query_side(grad_numerator, queries)
     dd = None if grad_denominator is None else slab.query_rows(grad_denominator, queries)
     log2_factor = slab.query_rows(factor, queries) * LOG2_E if run.kernel.exponential else None
-    grad_q = torch.zeros_like(q)
+    grad_q = torch.zeros_like(q) if tile.first else slab.query_side(totals.query, queries).clone()
     biased = totals.slopes is not None or totals.query_log is not None or totals.key_log is not None
-    for at in keys:
+    for keys in tile.keys:
+        at = keys.at
         k, v = slab.key_side(run.key, at), slab.key_side(value, at)
         dw = torch.bmm(du, v.transpose(1, 2), out=run.buffer("grad", du.shape[0], du.shape[1], v.shape[1]))
         if dd is not None:
             dw.add_(dd)
-        if run.kernel.exponential:
-            weight = run.logits(slab, queries, at, q, k).sub_(log2_factor).exp2_()
+        if log2_factor is not None:
+            weight = run.logits(slab, tile, keys, q, k).sub_(log2_factor).exp2_()
             ds = dw.mul_(weight)
             if biased:
                 totals.add_bias(run, slab, queries, at, slab.by_head(ds))
         else:
             weight, slope = run.kernel.profile_and_derivative(run.scores(q, k))
-            bias = run.bias(slab, queries, at, weight.dtype)
+            bias = run.bias(slab, tile, keys, weight.dtype)
             if bias is not None:
                 slab.by_head(weight).mul_(bias.exp_())
-            run.hide(slab, queries, at, weight)
+            run.hide(slab, tile, keys, weight)
             if biased:
                 totals.add_bias(run, slab, queries, at, slab.by_head(weight * dw))
             if bias is not None:
                 slab.by_head(dw).mul_(bias)
             ds = dw if slope is None else dw.mul_(slope)
-            run.hide(slab, queries, at, ds)
-        run.add_product(slab.key_side(totals.value, at), weight.transpose(1, 2), du)
+            run.hide(slab, tile, keys, ds)
+        run.add_product(slab, totals.value, at, weight.transpose(1, 2), du)
         grad_q.baddbmm_(ds, k)
-        run.add_product(slab.key_side(totals.key, at), ds.transpose(1, 2), q)
+        run.add_product(slab, totals.key, at, ds.transpose(1, 2), q)
     slab.store(totals.query, queries, grad_q)

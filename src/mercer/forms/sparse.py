@@ -1,0 +1,93 @@
+"""The chunked form over the pairs of sparse patterns.
+
+A schedule wants tokens that stand one behind the other. So padding is moved behind them first, which changes no
+position, and rows are put back where they were. Heads with patterns of their own get keys of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mercer.core.kernels import Kernel, Taylor
+from mercer.core.layout import Layout
+from mercer.forms.tiles import forward_tiles, tiles
+
+
+def sparse(
+    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, layout: Layout, needs_denominator: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Numerator, denominator and log row factor, as of :func:`mercer.forms.tiles.tiles`."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and any(p.per_head for p in layout.patterns):
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    layout, to_query, to_key = compact(layout)
+    if to_key is not None:
+        key, value = _gathered(key, to_key), _gathered(value, to_key)
+    rows = tiles(
+        query if to_query is None else _gathered(query, to_query), key, value, kernel, layout, needs_denominator
+    )
+    if to_query is None:
+        return rows
+    back = to_query.argsort(1)
+    numerator, denominator, factor = (None if x is None else _gathered(x, back) for x in rows)
+    assert numerator is not None
+    return numerator, denominator, factor
+
+
+def counts(layout: Layout, dtype: torch.dtype) -> Tensor:
+    """How many keys each query sees, ``[b, h, Lq]``: the sums of weights of 1, which is what Taylor(0) gives."""
+    layout = replace(layout, slopes=None, query_log=None, key_log=None, weighing=())
+    layout, to_query, _ = compact(layout)
+    heads = layout.heads if any(p.per_head or p.asks for p in layout.patterns) else 1
+    like = torch.zeros((layout.batch, heads, 1, 1), dtype=torch.float64, device=layout.query_position.device)
+    query, key = like.expand(-1, -1, layout.query_length, -1), like.expand(-1, -1, layout.key_length, -1)
+    found, _, _ = forward_tiles(query.contiguous(), key.contiguous(), key + 1, Taylor(0), layout, False)
+    found = found if to_query is None else _gathered(found, to_query.argsort(1))
+    return found.squeeze(-1).to(dtype)
+
+
+def compact(layout: Layout) -> tuple[Layout, Tensor | None, Tensor | None]:
+    """The layout with what is not there behind the rest, and the order of queries and keys in it, ``[b, L]``, or None
+    where nothing moved.
+    """
+    to_query, to_key = _order(layout.query_valid), _order(layout.key_valid)
+    if to_query is not None:
+        layout = replace(
+            layout,
+            query_position=_taken(layout.query_position, to_query),
+            query_valid=_taken(layout.query_valid, to_query),
+            query_log=None if layout.query_log is None else _taken(layout.query_log, to_query),
+        )
+    if to_key is not None:
+        layout = replace(
+            layout,
+            key_position=_taken(layout.key_position, to_key),
+            key_valid=_taken(layout.key_valid, to_key),
+            key_log=None if layout.key_log is None else _taken(layout.key_log, to_key),
+        )
+    return layout if to_query is None and to_key is None else replace(layout, offset=None), to_query, to_key
+
+
+def _order(valid: Tensor | None) -> Tensor | None:
+    if valid is None or not valid.shape[1] or bool((valid[:, 1:] <= valid[:, :-1]).all()):
+        return None
+    return (~valid).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def _taken(x: Tensor | None, order: Tensor) -> Tensor:
+    """A vector of tokens, ``[b, L]`` or ``[b, h, L]``, in another order."""
+    assert x is not None
+    lead = torch.broadcast_shapes(x.shape[:1], order.shape[:1])
+    if x.dim() == 2:
+        return x.expand(*lead, -1).gather(1, order.expand(*lead, -1))
+    index = order.expand(*lead, -1).unsqueeze(1)
+    return x.expand(*lead, -1, -1).gather(2, index.expand(-1, x.shape[1], -1))
+
+
+def _gathered(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens of ``[B, H, L]`` or ``[B, H, L, *]`` in another order."""
+    index = order.unsqueeze(1).expand(x.shape[0], x.shape[1], -1)
+    return x.gather(2, index if x.dim() == 3 else index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3]))
