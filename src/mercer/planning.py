@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import bfloat16
 
-from mercer.backends import polynomial, sdpa, softmax, step
+from mercer.backends import decode, polynomial, sdpa, softmax, step
 from mercer.core import cost
 from mercer.core.kernels import Kernel
 from mercer.core.machine import machine_in_use
@@ -201,9 +201,10 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     tiled = form == "chunked" and path == "pairs" and not isinstance(kernel, Mixed)
     scanned = form == "chunked" and path == "features" and polynomial.serves(kernel, merged, sizes)
     stepped = form == "recurrent" and path == "features" and step.serves(kernel, merged, sizes)
+    decodes = tiled and decode.serves(kernel, normalizer, merged, sizes)
     fused = tiled and softmax.serves(kernel, normalizer, merged, sizes)
     able = {
-        "numba": scanned or stepped or fused,
+        "numba": scanned or stepped or decodes or fused,
         "sdpa": tiled and sdpa.serves(kernel, normalizer, merged, sizes),
         "torch": True,
     }
@@ -221,12 +222,14 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
         able["numba"] = cost.feature_flops(kernel, merged, sizes, form) >= polynomial.LEAST_FLOPS
     elif stepped:
         able["numba"] = step.entries(kernel, merged, sizes) >= step.LEAST_ENTRIES
+    elif decodes:
+        able["numba"] = decode.worth_while(sizes)
     elif fused:
         able["numba"] = softmax.worth_while(sizes)
     seconds = {name: call.seconds(form, path, name) for name, ok in able.items() if ok}
     chosen = min(seconds, key=lambda name: seconds[name])
-    kind = "scan" if scanned else "step" if stepped else "attention"
-    if fused and sizes.bfloat16:
+    kind = "scan" if scanned else "step" if stepped else "decode kernel" if decodes else "attention"
+    if fused and not decodes and sizes.bfloat16:
         kind += f" (products in {'bfloat16' if softmax.narrow(bfloat16) else 'float32: no AVX512-BF16 here'})"
     why = {
         "numba": f" The fused {kind} serves these sizes.",

@@ -51,7 +51,14 @@ def test_a_step_with_a_cache_by_hand():
     row, cache = parts(Exp(), CAUSAL, one, "dense", "pairs", "torch", True, True)
     kept = 4 * 2 * 2 * 100 * 16
     assert row.work == Work(1, 8 * 100, 0, 8 * 100 * 2 * 16, kept + 4 * 2 * 4 * 16)
-    assert cache == Part("cache", Work(1, 0, 0, 0, 2 * kept), 4)
+    assert cache == Part("cache", Work(1, 0, 0, 0, 2 * kept // 100), 4)  # what was there is not moved
+    trained = replace(one, trained=True)
+    _, cache = parts(Exp(), CAUSAL, trained, "dense", "pairs", "torch", True, True)
+    assert cache.work.bytes == 2 * kept
+    (fused, _) = parts(Exp(), CAUSAL, replace(one, past_length=999), "chunked", "pairs", "numba", True, True)
+    assert (fused.way, fused.heads, fused.work.items) == ("fused_decode", 4 * 3, 8 * 1000)
+    (fused, _) = parts(Exp(), CAUSAL, trained, "chunked", "pairs", "numba", True, True)
+    assert fused.way == "fused_softmax"
 
 
 def test_features_by_hand():

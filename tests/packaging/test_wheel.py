@@ -22,6 +22,7 @@ ABSENT = ("numba", "tensorboard", "transformers", "sklearn", "pytest")
 OF_AN_EXTRA = {
     f"mercer.backends.{name}": ("llvmlite", "numba")
     for name in (
+        "decode_kernels",
         "microkernels",
         "polynomial_backward",
         "polynomial_blocks",

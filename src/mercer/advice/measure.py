@@ -60,6 +60,10 @@ TRIALS: dict[str, tuple[tuple[str, str, str], tuple[Trial, ...]]] = {
     ),
     "sdpa": (("chunked", "pairs", "sdpa"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
     "fused_softmax": (("chunked", "pairs", "numba"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
+    "fused_decode": (
+        ("chunked", "pairs", "numba"),
+        (Trial(Exp(), 1, 16, 1, past=8), Trial(Exp(), 1, 64, past=4096), Trial(Exp(), 8, 64, past=2048)),
+    ),
     "cache": (("chunked", "pairs", "sdpa"), (Trial(Exp(), 1, 16, 1, past=8), Trial(Exp(), 1, 64, past=64))),
     "scan": (
         ("chunked", "features", "torch"),
@@ -139,7 +143,7 @@ class _Session:
         works = [self.work(trial, choice, dtype, way) for trial in trials]
         call, item, rate = fit(times, works, self.basis, peak)
         training = 1.0
-        if way != "fused_step":
+        if way not in ("fused_step", "fused_decode"):
             run = self.run(trials[1], choice, dtype, trained=True)
             training = max(1.0, self.best(run) / times[1])
         return Cost(call, item, rate, training)
@@ -167,23 +171,28 @@ class _Session:
             q, k, v = (torch.randn(shape, device=self.device).to(dtype).requires_grad_(trained) for _ in range(3))
             return q, k, v
 
-        def call(tokens: tuple[Tensor, Tensor, Tensor], state: State | None = None) -> Tensor:
+        def call(tokens: tuple[Tensor, Tensor, Tensor]) -> Tensor:
             out = attention(
-                *tokens, kernel=trial.kernel, structure=Causal(), form=form, path=path, backend=backend, state=state,
-                return_state=state is not None,
+                *tokens, kernel=trial.kernel, structure=Causal(), form=form, path=path, backend=backend, state=past[0],
+                return_state=past[0] is not None and (path, backend) != ("pairs", "numba"),
             )  # fmt: skip
-            return out[0] if isinstance(out, tuple) else out
+            if not isinstance(out, tuple):
+                return out
+            if path == "pairs":
+                past[0] = out[1]  # who goes on from an older cache copies it
+            return out[0]
 
-        tokens, state = inputs(trial.length), None
+        tokens = inputs(trial.length)
+        past: list[State | None] = [None]
         if trial.past:
             with torch.no_grad():
-                _, state = attention(
+                _, past[0] = attention(
                     *inputs(trial.past), kernel=trial.kernel, structure=Causal(), path=path, return_state=True
                 )
         if not trained:
-            return lambda: call(tokens, state)
+            return lambda: call(tokens)
         upstream = torch.ones_like(tokens[2])
-        return lambda: call(tokens, state).backward(upstream)
+        return lambda: call(tokens).backward(upstream)
 
     def best(self, run: Callable[[], object]) -> float:
         """Seconds of the quickest of several calls, after one that is not timed."""

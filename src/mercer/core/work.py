@@ -6,6 +6,7 @@
 | tiles, exp_tiles | chunked, pairs, torch; the latter for exponential kernels | a pair of a tile |
 | sdpa | chunked, pairs, sdpa | a visible pair |
 | fused_softmax | chunked, pairs, numba | a visible pair |
+| fused_decode | the same, where few queries want no gradient | a visible pair |
 | cache | beside any of these, where keys and values are kept | - |
 | scan | chunked, features, torch | an operator that is called |
 | fused_scan | chunked, features, numba | a query |
@@ -23,8 +24,17 @@ from mercer.core.mixed import Mixed
 from mercer.core.structures import Merged
 from mercer.core.support import FEATURE_CHUNK, Sizes
 
-WAYS = ("dense", "tiles", "exp_tiles", "sdpa", "fused_softmax", "cache", "scan", "fused_scan", "step", "fused_step")
-FUSED = ("fused_softmax", "fused_scan", "fused_step")
+WAYS = (
+    *("dense", "tiles", "exp_tiles", "sdpa", "fused_softmax", "fused_decode", "cache"),
+    *("scan", "fused_scan", "step", "fused_step"),
+)
+FUSED = ("fused_softmax", "fused_decode", "fused_scan", "fused_step")
+
+FEW, FEW_ROWS = 8, 64
+"""Queries, and queries times the heads that share a key head, up to which fused attention without a gradient reads keys
+and values as they stand: from more on it packs them first."""
+SHORTEST_RANGE = 256
+"""Keys of a head that such a call gives to one thread at least."""
 
 TILE_ROWS = 64
 """Queries of a tile: where the structure cuts a tile of pairs, half of this many a query are computed in vain."""
@@ -80,6 +90,12 @@ class Part:
     heads: int
 
 
+def few(sizes: Sizes) -> bool:
+    """Whether fused attention takes a call as a step of decoding: few queries, and no gradient."""
+    rows = sizes.query_length * sizes.query_heads // sizes.key_heads
+    return 0 < sizes.query_length <= FEW and rows <= FEW_ROWS and not sizes.trained
+
+
 def way_of(kernel: Kernel, form: str, path: str, backend: str) -> str:
     """The way of a form, path and backend."""
     if path == "features":
@@ -111,7 +127,10 @@ def parts(
         way = way_of(kernel, form, path, backend)
         if path == "features":
             return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads), *beside]
-        if way == "fused_softmax":
+        if way == "fused_softmax" and few(sizes) and merged.documents is None:
+            way = "fused_decode"
+            heads *= max((sizes.key_length + sizes.past_length) // SHORTEST_RANGE, 1)
+        elif way == "fused_softmax":
             heads *= -(-sizes.key_length // SHORTEST_RUN)
         return [Part(way, _pairs(way, kernel, merged, sizes, form), heads), *beside, *_cache(merged, sizes, stateful)]
     near = replace(merged, left=kernel.window - 1)
@@ -140,10 +159,11 @@ def _maps(kernel: Kernel, sizes: Sizes) -> list[Part]:
 
 
 def _cache(merged: Merged, sizes: Sizes, stateful: bool) -> list[Part]:
-    """Keeping keys and values: old and new ones are read and written together."""
+    """Keeping keys and values: new ones are copied, and where a gradient is wanted the old ones with them."""
     if not stateful:
         return []
-    return [Part("cache", Work(1, 0, 0, 0, 2 * cost.cache_bytes(merged, sizes)), sizes.batch * sizes.key_heads)]
+    copied = sizes if sizes.trained else replace(sizes, past_length=0)
+    return [Part("cache", Work(1, 0, 0, 0, 2 * cost.cache_bytes(merged, copied)), sizes.batch * sizes.key_heads)]
 
 
 def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> Work:
@@ -151,6 +171,8 @@ def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str) ->
     pairs = cost.visible_pairs(merged, sizes)
     if way == "dense" and form == "dense":
         pairs = queries * keys
+    elif merged.patterns:
+        pairs = cost.computed_pairs(merged, sizes)
     elif way in ("tiles", "exp_tiles"):
         cut = sum(side is not None for side in (merged.left, merged.right))
         pairs = min(pairs + cut * queries * TILE_ROWS // 2, queries * keys) if pairs else 0

@@ -36,7 +36,7 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
     if not decoding or not plain(call, own):
         view = layout(call.merged, own, None if past is None else past.past())
     if decoding:
-        numerator = few(call, query, every, view)
+        numerator, _ = few(call, query, every, view)
     elif call.backend == "numba":
         assert view is not None
         # Rows are rounded once: here where the normaliser leaves them as they are, after it elsewhere.

@@ -1,0 +1,227 @@
+"""Softmax attention of a few queries against a key/value cache, on the CPU, in one pass (extra `cpu`).
+
+    out = softmax(scale q k^T - slope |i - j|) v  over the keys that a query sees
+
+What a decoding step costs is reading its cache, so keys and values are read once, in their own dtype, by all queries
+that share them, from wherever they stand: a cache is a view of a larger buffer. Sums are float32. There is no gradient.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mercer.backends.sharing import installed, share, threads_for
+from mercer.core.kernels import Exp, Kernel
+from mercer.core.normalizers import Normalizer
+from mercer.core.structures import Merged
+from mercer.core.support import Sizes
+from mercer.core.work import SHORTEST_RANGE, few
+from mercer.errors import InvalidArgument, Unsupported
+
+LEAST_ENTRIES = 1 << 16
+"""Numbers of keys and values from which nobody minds that a compiler starts: a quarter of a megabyte in float32."""
+ALONE = 1 << 17
+"""Bytes of keys and values up to which one thread is quicker than waking others."""
+ITEMS = 64
+"""Ranges over all heads, where there are keys enough: several for each thread, whatever their number."""
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
+    """Whether the kernel computes this combination: few queries that want no gradient, on the CPU."""
+    slopes = None if merged.alibi is None else merged.alibi.slopes
+    return (
+        type(kernel) is Exp
+        and normalizer.scale_invariant
+        and normalizer.takes_divided_rows
+        and merged.decay is None
+        and merged.documents is None
+        and not merged.patterns
+        and not (slopes is not None and torch.is_grad_enabled() and slopes.requires_grad)
+        and few(sizes)
+        and sizes.key_length + sizes.past_length > 0
+        and sizes.batch > 0
+        and sizes.device == "cpu"
+        and sizes.itemsize == 4
+        and not torch.compiler.is_compiling()
+        and installed()
+    )
+
+
+def worth_while(sizes: Sizes) -> bool:
+    """Whether there is work enough to pay for the kernel's start."""
+    keys = sizes.batch * sizes.key_heads * (sizes.key_length + sizes.past_length)
+    return keys * (sizes.dim + sizes.value_dim) >= LEAST_ENTRIES
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    bounds: Tensor | None = None,
+    valid: Tensor | None = None,
+    slopes: Tensor | None = None,
+    position: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sums of a few queries. No argument is changed, nothing of the cache is copied.
+
+    Args:
+        query: ``[B, Hq, L, D]``; float32, bfloat16 or float16, as keys and values; Hk divides Hq.
+        key: ``[B, Hk, n, D]``, any strides but of the last dimension.
+        value: ``[B, Hk, n, Dv]``, likewise.
+        scale: of the inner products.
+        bounds: ``[1 or B, L, 3]`` int64: the first key that a query sees, the first key after them, and the query's own
+            position. Default: every query sees all keys, and the last one stands at the last key.
+        valid: ``[1 or B, n]`` bool: which keys are there. Default: all.
+        slopes: ``[Hq]``: what the score loses for each token of distance. Default: nothing.
+        position: ``[1 or B, n]``: positions of keys, below 2^31; only distances are read. Default: 0, 1, 2, ...
+
+    Returns:
+        ``out [B, Hq, L, Dv]`` and the logarithms of the sums of weights ``[B, Hq, L]``, both float32. A query that sees
+        nothing has zeros and minus infinity.
+
+    Raises:
+        InvalidArgument: shapes or dtypes that do not fit.
+        Unsupported: another device than the CPU, or a gradient that is wanted of any tensor.
+    """
+    _check(query, key, value, bounds, valid, slopes, position)
+    from mercer.backends import decode_kernels as kernels
+
+    batch, heads, keys, dim = key.shape
+    query_heads, queries, width = query.shape[1], query.shape[2], value.shape[-1]
+    group, kind = query_heads // heads, _KINDS[query.dtype]
+    if bounds is None:
+        bounds = _whole(queries, keys)
+        first, stop = 0, keys
+    else:
+        bounds = bounds.contiguous()
+        seen = bounds[..., :2].tolist()
+        first = max(0, min((low for row in seen for low, high in row if low < high), default=0))
+        stop = min(keys, max((high for row in seen for low, high in row), default=0))
+        stop = max(stop, first)
+    size = query.element_size()
+    numbers: list[int] = []
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    for x in (query, key, value):
+        strides = x.stride()
+        numbers += (x.data_ptr(), strides[0] * size, strides[1] * size, strides[2] * size)
+    if valid is not None:
+        valid = valid.contiguous()
+    if position is not None:
+        position = position.to(torch.int32).contiguous()
+    if slopes is not None:
+        slopes = slopes.detach().to(torch.float32).contiguous()
+    for x, step in ((valid, 1), (position, 4), (bounds, 8)):
+        numbers += (0, 0) if x is None else (x.data_ptr(), 0 if x.shape[0] == 1 else step * x.stride(0))
+    span, items = _ranges(batch * heads, stop - first)
+    rows = group * queries
+    together = min(4, rows) if rows != 3 else 4
+    every = -(-rows // together) * together
+    run, finish = kernels.compiled(kind, together)
+    parts = torch.empty(batch * heads * items * every * kernels.pitch(width, kind))
+    out = torch.empty(batch, query_heads, queries, width)
+    log_sum = torch.empty(batch, query_heads, queries)
+    numbers += (0 if slopes is None else slopes.data_ptr(), parts.data_ptr(), out.data_ptr(), log_sum.data_ptr())
+    numbers += (heads, group, queries, dim, width, first, stop, span, items)
+    table = np.array(numbers, np.int64)
+    total = batch * heads * items
+    moved = batch * heads * (stop - first) * (dim + width) * size
+    threads = 1 if moved <= ALONE else threads_for(total)
+    room = kernels.room(every, dim, kind)
+    work = torch.empty(threads * room)
+    address = work.data_ptr()
+
+    def part(thread: int, start: int, stop: int) -> None:
+        run(table, scale, every, address + 4 * thread * room, start, stop)
+
+    if threads == 1:
+        part(0, 0, total)
+    else:
+        share(total, part)
+    finish(table, every, 0, batch * heads)
+    return out, log_sum
+
+
+def _ranges(heads: int, keys: int) -> tuple[int, int]:
+    """Keys of a range, a multiple of 16, and how many ranges a head has; by sizes alone."""
+    wanted = min(-(-ITEMS // heads), max(keys // SHORTEST_RANGE, 1))  # each leaves as much as some keys
+    span = -(-keys // wanted)
+    span = max(-(-span // 16) * 16, 16)
+    return span, max(-(-keys // span), 1)
+
+
+@lru_cache(maxsize=64)
+def _whole(queries: int, keys: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([[[0, keys, keys - queries + t] for t in range(queries)]])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The numbers of a row side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, valid: Tensor | None, slopes: Tensor | None,
+    position: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise InvalidArgument or Unsupported for what the kernel would misread or lose: it checks nothing."""
+    given: list[Any] = [query, key, value]
+    if any(x.ndim != 4 for x in given) or not _fit(query.shape, key.shape, value.shape):
+        raise InvalidArgument(
+            "decode: query, key and value must be [B, Hq, L, D], [B, Hk, n, D] and [B, Hk, n, Dv], where Hk divides Hq "
+            f"and none of B, Hk, L, D and Dv is 0; they are {list(query.shape)}, {list(key.shape)} and "
+            f"{list(value.shape)}."
+        )
+    batch, keys = key.shape[0], key.shape[2]
+    shapes = (
+        ("bounds", bounds, (query.shape[2], 3), torch.int64),
+        ("valid", valid, (keys,), torch.bool),
+        ("position", position, (keys,), torch.int64),
+    )
+    for name, x, shape, dtype in shapes:
+        if x is not None and (x.dtype != dtype or x.shape[0] not in (1, batch) or tuple(x.shape[1:]) != shape):
+            raise InvalidArgument(
+                f"decode: {name} must be {dtype} [1 or {batch}, {', '.join(map(str, shape))}], not {x.dtype} "
+                f"{list(x.shape)}."
+            )
+    if slopes is not None and slopes.shape != (query.shape[1],):
+        raise InvalidArgument(
+            f"decode: slopes must be [{query.shape[1]}], one per query head, not {list(slopes.shape)}."
+        )
+    if query.dtype not in _KINDS or key.dtype != query.dtype or value.dtype != query.dtype:
+        raise InvalidArgument(
+            "decode: query, key and value must all be float32, bfloat16 or float16, not "
+            f"{query.dtype}, {key.dtype} and {value.dtype}."
+        )
+    recorded = torch.is_grad_enabled()
+    for x in (query, key, value, bounds, valid, slopes, position):
+        if x is None:
+            continue
+        if not x.is_cpu:
+            raise Unsupported("decode computes on the CPU: use backend='torch' for anything else.")
+        if (recorded and x.requires_grad) or forward_ad.unpack_dual(x).tangent is not None:
+            raise Unsupported("decode has no gradient: use backend='torch', or torch.no_grad().")
+
+
+def _fit(query: torch.Size, key: torch.Size, value: torch.Size) -> bool:
+    batch, heads, keys, dim = key
+    return (
+        query[0] == batch > 0
+        and query[3] == dim > 0
+        and query[2] > 0
+        and value[:3] == (batch, heads, keys)
+        and value[3] > 0
+        and heads > 0
+        and query[1] > 0
+        and query[1] % heads == 0
+    )
