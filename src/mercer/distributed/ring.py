@@ -76,6 +76,7 @@ class _Ring(torch.autograd.Function):
             note("compute", "keys", step, sum(scene.pairs(block) for block in blocks))
             for block in blocks:
                 engine.forward(block, queries, keys, rows)
+            del keys  # else three of them would be held while the next but one is received
         rows.finish()
         log_sum = rows.denominator.new_zeros(0) if rows.log_sum is None else rows.log_sum
         factor = log_sum.masked_fill(log_sum == -torch.inf, 0)
@@ -98,7 +99,7 @@ class _Ring(torch.autograd.Function):
         sums = Parcel.of([x if x.dtype == torch.float64 else x.to(numerator.dtype) for x in own.parts()])
         journey = Journey(engine.scene, link, sums)
         upstream = grads[0].contiguous(), grads[1].contiguous()
-        following = home = query.new_empty(0, dtype=torch.uint8)
+        following = home = nothing = query.new_empty(0, dtype=torch.uint8)
         returning: Pending | None = None
         mine: list[Tensor] = []
 
@@ -115,11 +116,13 @@ class _Ring(torch.autograd.Function):
             totals = parcel.unpack(passing)
             for block in engine.scene.blocks(link.rank, source):
                 engine.backward(block, queries, keys, rows, upstream, into, Keys.of(totals))
+            del keys
             if step == 0:
                 mine = totals
                 continue
             settle()
             _add(totals, following, parcel)
+            following = home = nothing  # freed before the next ones are received
             returning, following, home = journey.pass_gradients(step, passing)
         settle()
         grad_log = mine.pop(0) if key_log is not None else None
