@@ -82,6 +82,7 @@ def test_the_loss_inside_is_that_of_the_positions_inside() -> None:
 )
 def test_how_far_a_loss_holds(beyond: list[float], reach: int) -> None:
     assert summaries({"rotary": [0.5, 0.0, *beyond]})["rotary"].reach == reach
+    assert summaries({"rotary": [0.5, 0.06, *beyond]})["rotary"].reach == 0
 
 
 def test_a_learned_table_ends_and_nothing_is_made_up_for_it() -> None:
@@ -114,6 +115,22 @@ def test_whether_a_scheme_reads_on(excess: float, seeds: int, verdict: str) -> N
     assert "From position 32 to 128" in found.text
 
 
+@pytest.mark.parametrize(
+    ("curve", "words"),
+    [
+        ([0.0] * 8, "Nowhere up to position 128 is it more than 0.05 nats above."),
+        ([0.0] * 2 + [0.3] * 6, "It is more than 0.05 nats above at once."),
+        ([0.0] * 4 + [0.3] * 4, "It is more than 0.05 nats above from position 64 on."),
+        ([0.3] * 8, "Even at the end of the trained length it is more than 0.05 nats above."),
+    ],
+)
+def test_from_where_a_loss_exceeds_is_said(curve: list[float], words: str) -> None:
+    assert (
+        words
+        in questions({"rotary": curve})["Does a model with rotary positions read on beyond its trained length?"].text
+    )
+
+
 SCALING = "Does a scaling carry rotary positions on without training for it?"
 
 
@@ -142,7 +159,7 @@ def test_whether_more_context_is_of_use(alibi: float, seeds: int, verdict: str) 
     found = questions({"alibi": alibi, "rotary": 1.0}, seeds=seeds)
     answer = found["Is context beyond 32 tokens of any use to a model trained with 32?"]
     assert answer.verdict == verdict
-    assert answer.text.startswith("ALiBi gains most")
+    assert answer.text.startswith("ALiBi comes out best")
 
 
 @pytest.mark.parametrize(("none", "verdict"), [(0.2, "supported"), (0.0, "refuted"), (-0.2, "refuted")])

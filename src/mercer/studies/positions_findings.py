@@ -52,6 +52,8 @@ def _so(verdict: Verdict, supported: str, refuted: str) -> str:
 def _reached(summary: PositionsSummary, trained: int, evaluated: int, margin: float) -> str:
     if summary.reach == evaluated:
         return f"Nowhere up to position {evaluated:,} is it more than {margin:g} nats above."
+    if summary.reach == 0:
+        return f"Even at the end of the trained length it is more than {margin:g} nats above."
     if summary.reach == trained:
         return f"It is more than {margin:g} nats above at once."
     return f"It is more than {margin:g} nats above from position {summary.reach:,} on."
@@ -127,8 +129,8 @@ def _more_context(going: Sequence[PositionsSummary], trained: int, evaluated: in
         Finding(
             question=f"Is context beyond {trained:,} tokens of any use to a model trained with {trained:,}?",
             verdict=verdict,
-            text=f"{_capital(label(best.arm))} gains most from it: {interval(excess, sign=True)} nats from starting "
-            f"over, from position {trained:,} to {evaluated:,}{_caution(excess)} "
+            text=f"{_capital(label(best.arm))} comes out best: {interval(excess, sign=True)} nats from starting over, "
+            f"from position {trained:,} to {evaluated:,}{_caution(excess)} "
             + _so(verdict, "So it is.", "So it is not, in any way tried."),
         )
     ]

@@ -130,7 +130,7 @@ def _summary(measured: Measured, arm: PositionsArm, bucket: int, margin: float) 
         excess, last = measured.excess(name, inside, end), measured.excess(name, max(inside, end - inside), end)
         beyond = level + excess.mean
         over = (b for b in range(inside, end) if each[b].mean > margin)
-        reach = next(over, end) * bucket
+        reach = 0 if each[inside - 1].mean > margin else next(over, end) * bucket
     return PositionsSummary(
         arm=name, inside=within, restart=level, beyond=beyond, excess=excess, last=last, reach=reach,
         curve=measured.curve(name), excess_curve=each,

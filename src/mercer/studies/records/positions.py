@@ -73,8 +73,8 @@ class PositionsSummary(Record):
     excess: Interval | None = Field(description="mean excess over all positions beyond the trained length")
     last: Interval | None = Field(description="mean excess over the last trained length of positions")
     reach: int | None = Field(
-        description="position up to which no bucket beyond the trained length has a mean excess above the margin; the "
-        "trained length itself if the first one has"
+        description="position up to which no bucket beyond the trained length has a mean excess above the margin: the "
+        "trained length itself if the first one has, 0 if the last bucket within has, null for a bounded scheme"
     )
     curve: list[Interval] = Field(
         description="the loss at each bucket of positions, freed of the difficulty of its text: restart plus the excess"

@@ -199,13 +199,16 @@ def _table(record: PositionsRecord) -> Table:
         caption=f"Nats per byte: the mean loss within the trained length, that of starting over, that of reading on "
         f"from position {record.trained_length:,} to {record.evaluated_length:,}, and the difference of the last two, "
         f"mean ± half the width of the 95 % interval over {over}. A loss holds up to the first {record.bucket:,} "
-        f"positions whose mean is more than {record.margin:g} nats above that of starting over.",
+        f"positions whose mean is more than {record.margin:g} nats above that of starting over, and nowhere if the "
+        "last within the trained length are.",
     )
 
 
 def _reach(record: PositionsRecord, s: PositionsSummary) -> str:
     if s.reach is None:
         return f"{record.trained_length:,}, its end"
+    if s.reach == 0:
+        return "nowhere"
     return f"{s.reach:,} or more" if s.reach == record.evaluated_length else f"{s.reach:,}"
 
 
