@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, product
 from operator import and_, or_
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from torch import Tensor
 
 from mercer.core.places import Candidates, Geometry, Place
 from mercer.errors import InvalidArgument, Unsupported
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go  # pyright: ignore[reportMissingTypeStubs]
 
 
 class Structure:
@@ -52,6 +56,38 @@ class Structure:
                     f"(A | B) & {type(part).__name__}(...)."
                 )
         return Either(members)
+
+    def plot(
+        self,
+        queries: int,
+        keys: int | None = None,
+        *,
+        rows: Sequence[int] = (0,),
+        heads: Sequence[int] | None = None,
+        batch: int | None = None,
+        query_heads: int | None = None,
+    ) -> go.Figure:
+        """A picture of who sees whom: queries from the top down, keys from left to right.
+
+        What is hidden is left empty. Colours are the logarithms of weights where there are some. Above 512 tokens a
+        cell is a block of pairs, and its colour the share of them that is visible, or the logarithm of their mean
+        weight.
+
+        Args:
+            queries: how many, up to 16,384: every pair is asked about.
+            keys: how many; default as many as queries.
+            rows: batch rows to draw, one below the other. Default the first.
+            heads: query heads to draw, side by side. Default those that differ, 16 at most.
+            batch: how many rows there are. Default what the structure's tensors are made for, else what is drawn.
+            query_heads: how many heads there are, likewise.
+
+        Returns:
+            A plotly figure: ``figure.show()`` opens it, ``figure.write_html(path)`` keeps it.
+        """
+        from mercer.core import picture
+
+        found = picture.weights(self, queries, keys, rows=rows, heads=heads, batch=batch, query_heads=query_heads)
+        return picture.plot(self, found, rows, heads)
 
 
 class Pattern(Structure):
