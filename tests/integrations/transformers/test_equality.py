@@ -65,3 +65,26 @@ def test_double_precision_is_kept():
     ours, theirs = both(model, "sdpa", input_ids=tokens(2, 21))  # eager attention has its softmax in float32
     assert ours.dtype == torch.float64
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "bert"])
+def test_half_precision(kind):
+    """Weights in bfloat16: as near to the model in float32 as its own attention is."""
+    exact = make(kind)
+    mask = padded([19, 7], 19, "left")
+    inputs = {"input_ids": tokens(2, 19), "attention_mask": mask}
+    with torch.no_grad():
+        expected = exact(**inputs).logits[mask.bool()]
+    ours, theirs = both(exact.bfloat16(), **inputs)
+    assert ours.dtype == torch.bfloat16
+    ours, theirs = ((x[mask.bool()].float() - expected).abs().mean() for x in (ours, theirs))
+    assert ours < 1.5 * theirs
+
+
+def test_autocast():
+    model, ids = make("llama"), tokens(2, 19)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = both(model, input_ids=ids)
+    expected = both(model, input_ids=ids)[1]
+    ours, theirs = ((x.float() - expected).abs().mean() for x in (ours, theirs))
+    assert ours < 1.5 * theirs

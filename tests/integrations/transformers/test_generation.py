@@ -91,6 +91,27 @@ def test_a_state_cache_keeps_the_state_of_the_kernel(kind, name, state, grows):
     assert cache.get_seq_length() == 64
 
 
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["softmax", "taylor2-sum"])
+def test_going_on_behind_padding_on_the_right(name, cache):
+    """Padding that ends up between tokens: each row gives what it gives alone."""
+    model = swap_attention(make("llama").double(), name)
+    lengths, ids, more = [9, 4], tokens(2, 9), tokens(2, 5, 2)
+    mask = padded(lengths, 9, "right")
+    held = CACHES[cache](model)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, cache=held)
+        made = []
+        for step in range(5):
+            mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), 1)
+            places = torch.tensor(lengths).unsqueeze(1) + step
+            token = more[:, step : step + 1]
+            made.append(model(input_ids=token, attention_mask=mask, position_ids=places, cache=held).logits)
+        for row, length in enumerate(lengths):
+            alone = torch.cat((ids[row, :length], more[row])).unsqueeze(0)
+            assert_same(torch.cat(made, 1)[row], model(input_ids=alone).logits[0, length:])
+
+
 @pytest.mark.parametrize("name", ["softmax", "taylor2-sum", "exp@4:taylor2-sum", "favor32-sum"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_from_states(name, beams):

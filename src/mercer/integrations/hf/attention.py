@@ -105,6 +105,7 @@ class AttentionFunction:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (query, key, value))
+        query, key, value = _alike(query, key, value)
         structure, keys = _structure(attention_mask, query, key, bool(causal), sliding_window, state)
         given = {
             "kernel": kernel,
@@ -153,6 +154,15 @@ class AttentionFunction:
                 f"{self.name} was given {word}, and what it means for the attention is not known here; leave it out or "
                 "use attn_implementation='eager'."
             )
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All in one dtype: inside autocast, models turn queries and keys in float32 and leave values as they came."""
+    device = query.device.type
+    if query.dtype == key.dtype == value.dtype or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _structure(
