@@ -165,8 +165,8 @@ class Bench:
         self.alone = self.dist.new_group([0])
         self.say(
             f"{self.size} processes of {self.record['threads']} threads, {options.heads} heads of {options.dim}, "
-            f"float32, causal; medians of {options.rounds}.\nBytes a token: those that all processes send, by the tokens of the "
-            "whole sequence. Times in ms, of the slowest process.\n"
+            f"float32, causal; medians of {options.rounds}.\nBytes a token: those that all processes send, by the "
+            "tokens of the whole sequence. Times in ms, of the slowest process.\n"
         )
         self.say(
             f"{'':24}{'tokens':>9}{'forward B':>13}{'backward B':>13}{'planned':>9}{'forward':>10}{'backward':>10}"

@@ -15,6 +15,7 @@ from tests.distributed.pool import Place, Pool
 from mercer import Causal, Exp, Taylor
 from mercer.distributed import Sharding, attention
 from mercer.distributed.blocks import Tiled
+from mercer.distributed.journey import Journey
 from mercer.errors import InvalidArgument, PeerError, Unsupported
 
 SHARDING = Sharding(24, 3)
@@ -87,7 +88,7 @@ def _dying(rank: int, folder: str) -> None:
     sharding = Sharding(24, 2)
     q, k, v = (torch.randn(1, 2, sharding.size(rank), 4) for _ in range(3))
     if rank == 1:
-        Tiled.forward = lambda *_: os._exit(9)
+        Journey.pass_keys = lambda *_: os._exit(9)  # before anything of the first step is sent
     try:
         attention(q, k, v, sharding=sharding, structure=Causal(), timeout=30.0)
     except PeerError as error:
@@ -104,7 +105,9 @@ def test_a_dead_process(tmp_path: Path):
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 9]
     said = (tmp_path / "said").read_text()
-    assert said.startswith("Process 1 of 2 was lost with the keys of step 0 to process 0 before the time limit of 30 s")
+    assert said.startswith(
+        "Process 1 of 2 was lost while process 0 exchanged the keys of step 0 with it, before the time"
+    )
 
 
 def _different(place: Place, what: str) -> str:

@@ -115,12 +115,15 @@ class Link:
         who = " or ".join(sorted({f"{peer}" for peer, _ in told}))
         receiving = any(way == "receive" for _, way in told)
         slow = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        what = {True: f"did not {'send' if receiving else 'take'} the {kind}", False: f"was lost with the {kind}"}[slow]
-        limit = f"within {self.timeout:g} s" if slow else f"before the time limit of {self.timeout:g} s"
-        way = "to" if receiving else "from"
+        if slow:
+            what, way = ("send", "to") if receiving else ("take", "from")
+            return PeerError(
+                f"Process {who} of {self.size} did not {what} the {kind} of step {step} {way} process {self.rank} "
+                f"within {self.timeout:g} s: it is dead, stuck or slower than timeout= allows."
+            )
         return PeerError(
-            f"Process {who} of {self.size} {what} of step {step} {way} process {self.rank} {limit}: it is "
-            + ("dead, stuck or slower than timeout= allows." if slow else "dead, or gave up on another one.")
+            f"Process {who} of {self.size} was lost while process {self.rank} exchanged the {kind} of step {step} with "
+            f"it, before the time limit of {self.timeout:g} s: it is dead, or gave up on another one."
         )
 
 
