@@ -101,7 +101,10 @@ def choose(
         """The form and backend that a path would run in."""
         found: list[_Way] = []
         refused: Unsupported | None = None
-        for name, why_form in _forms(sizes, [f for f, p in possible if p == path], path, form).items():
+        forms = _forms(sizes, [f for f, p in possible if p == path], path, form)
+        if path == "pairs" and form == backend == "auto" and _decodes(call):
+            forms = {"chunked": "Few queries: keys and values are read once, as they stand."}
+        for name, why_form in forms.items():
             try:
                 used, seconds, why_backend = _backend(call, name, path, backend)
             except Unsupported as error:
@@ -195,6 +198,11 @@ def _forms(sizes: Sizes, possible: list[str], path: str, asked: str) -> dict[str
     return dense | {"chunked": "Tiles: memory linear in the length."}
 
 
+def _decodes(call: _Question) -> bool:
+    """Whether a call reads enough of a cache with few enough queries for the kernel that does only that."""
+    return decode.worth_while(call.sizes) and decode.serves(call.kernel, call.normalizer, call.merged, call.sizes)
+
+
 def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, float, str]:
     """A backend, its seconds, and why."""
     kernel, normalizer, merged, sizes = call.kernel, call.normalizer, call.merged, call.sizes
@@ -202,6 +210,8 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     scanned = form == "chunked" and path == "features" and polynomial.serves(kernel, merged, sizes)
     stepped = form == "recurrent" and path == "features" and step.serves(kernel, merged, sizes)
     decodes = tiled and decode.serves(kernel, normalizer, merged, sizes)
+    if decodes and asked == "auto" and decode.worth_while(sizes):  # nothing else reads a cache fewer times
+        return "numba", call.seconds(form, path, "numba"), " The fused decode kernel serves these sizes."
     fused = tiled and softmax.serves(kernel, normalizer, merged, sizes)
     able = {
         "numba": scanned or stepped or decodes or fused,
@@ -223,13 +233,13 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     elif stepped:
         able["numba"] = step.entries(kernel, merged, sizes) >= step.LEAST_ENTRIES
     elif decodes:
-        able["numba"] = decode.worth_while(sizes)
+        able["numba"] = False
     elif fused:
         able["numba"] = softmax.worth_while(sizes)
     seconds = {name: call.seconds(form, path, name) for name, ok in able.items() if ok}
     chosen = min(seconds, key=lambda name: seconds[name])
-    kind = "scan" if scanned else "step" if stepped else "decode kernel" if decodes else "attention"
-    if fused and not decodes and sizes.bfloat16:
+    kind = "scan" if scanned else "step" if stepped else "attention"
+    if fused and sizes.bfloat16:
         kind += f" (products in {'bfloat16' if softmax.narrow(bfloat16) else 'float32: no AVX512-BF16 here'})"
     why = {
         "numba": f" The fused {kind} serves these sizes.",

@@ -8,7 +8,6 @@ that share them, from wherever they stand: a cache is a view of a larger buffer.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -67,6 +66,8 @@ def decode(
     value: Tensor,
     scale: float,
     *,
+    left: int | None = None,
+    right: int | None = None,
     bounds: Tensor | None = None,
     valid: Tensor | None = None,
     slopes: Tensor | None = None,
@@ -79,8 +80,10 @@ def decode(
         key: ``[B, Hk, n, D]``, any strides but of the last dimension.
         value: ``[B, Hk, n, Dv]``, likewise.
         scale: of the inner products.
-        bounds: ``[1 or B, L, 3]`` int64: the first key that a query sees, the first key after them, and the query's own
-            position. Default: every query sees all keys, and the last one stands at the last key.
+        left: how many keys before its own place a query sees; the last query stands at the last key. Default: all.
+        right: how many after it. Default: all.
+        bounds: ``[1 or B, L, 3]`` int64, in place of these two: the first key that a query sees, the first key after
+            them, and the query's own position.
         valid: ``[1 or B, n]`` bool: which keys are there. Default: all.
         slopes: ``[Hq]``: what the score loses for each token of distance. Default: nothing.
         position: ``[1 or B, n]``: positions of keys, below 2^31; only distances are read. Default: 0, 1, 2, ...
@@ -93,22 +96,16 @@ def decode(
         InvalidArgument: shapes or dtypes that do not fit.
         Unsupported: another device than the CPU, or a gradient that is wanted of any tensor.
     """
-    _check(query, key, value, bounds, valid, slopes, position)
+    _check(query, key, value, left, right, bounds, valid, slopes, position)
     from mercer.backends import decode_kernels as kernels
 
     batch, heads, keys, dim = key.shape
     query_heads, queries, width = query.shape[1], query.shape[2], value.shape[-1]
-    group, kind = query_heads // heads, _KINDS[query.dtype]
-    if bounds is None:
-        bounds = _whole(queries, keys)
-        first, stop = 0, keys
-    else:
-        bounds = bounds.contiguous()
-        seen = bounds[..., :2].tolist()
-        first = max(0, min((low for row in seen for low, high in row if low < high), default=0))
-        stop = min(keys, max((high for row in seen for low, high in row), default=0))
-        stop = max(stop, first)
-    size = query.element_size()
+    group, kind, size = query_heads // heads, _KINDS[query.dtype], query.element_size()
+    seen = _band(queries, keys, left, right) if bounds is None else bounds.flatten().tolist()
+    some = [(low, high) for low, high in zip(seen[::3], seen[1::3], strict=True) if low < high]
+    first = max(0, min((low for low, _ in some), default=0))
+    stop = max(first, min(keys, max((high for _, high in some), default=0)))
     numbers: list[int] = []
     query, key, value = _rows(query), _rows(key), _rows(value)
     for x in (query, key, value):
@@ -120,28 +117,43 @@ def decode(
         position = position.to(torch.int32).contiguous()
     if slopes is not None:
         slopes = slopes.detach().to(torch.float32).contiguous()
-    for x, step in ((valid, 1), (position, 4), (bounds, 8)):
-        numbers += (0, 0) if x is None else (x.data_ptr(), 0 if x.shape[0] == 1 else step * x.stride(0))
+    for x, step in ((valid, 1), (position, 4)):
+        numbers += (0, 0) if x is None else (x.data_ptr(), 0 if x.shape[0] == 1 else step * keys)
     span, items = _ranges(batch * heads, stop - first)
     rows = group * queries
-    together = min(4, rows) if rows != 3 else 4
+    together = rows if rows < 3 else 4
     every = -(-rows // together) * together
-    run, finish = kernels.compiled(kind, together)
-    parts = torch.empty(batch * heads * items * every * kernels.pitch(width, kind))
-    out = torch.empty(batch, query_heads, queries, width)
-    log_sum = torch.empty(batch, query_heads, queries)
-    numbers += (0 if slopes is None else slopes.data_ptr(), parts.data_ptr(), out.data_ptr(), log_sum.data_ptr())
-    numbers += (heads, group, queries, dim, width, first, stop, span, items)
-    table = np.array(numbers, np.int64)
     total = batch * heads * items
     moved = batch * heads * (stop - first) * (dim + width) * size
     threads = 1 if moved <= ALONE else threads_for(total)
-    room = kernels.room(every, dim, kind)
-    work = torch.empty(threads * room)
-    address = work.data_ptr()
+    room, parts = kernels.room(every, dim, kind), total * every * kernels.pitch(width, kind)
+    scratch = torch.empty(parts + threads * room)
+    address = scratch.data_ptr()
+    out, log_sum = torch.empty(batch, query_heads, queries, width), torch.empty(batch, query_heads, queries)
+    numbers += (
+        0 if bounds is None or bounds.shape[0] == 1 else 3 * queries,
+        0 if slopes is None else slopes.data_ptr(),
+    )
+    numbers += (
+        address,
+        out.data_ptr(),
+        log_sum.data_ptr(),
+        heads,
+        group,
+        queries,
+        dim,
+        width,
+        first,
+        stop,
+        span,
+        items,
+    )
+    table = np.array(numbers + seen, np.int64)
+    work = address + 4 * parts
+    run, finish = kernels.compiled(kind, together)
 
     def part(thread: int, start: int, stop: int) -> None:
-        run(table, scale, every, address + 4 * thread * room, start, stop)
+        run(table, scale, every, work + 4 * thread * room, start, stop)
 
     if threads == 1:
         part(0, 0, total)
@@ -149,6 +161,15 @@ def decode(
         share(total, part)
     finish(table, every, 0, batch * heads)
     return out, log_sum
+
+
+def _band(queries: int, keys: int, left: int | None, right: int | None) -> list[int]:
+    """What queries see that stand at the last keys, in the order of `bounds`."""
+    rows: list[int] = []
+    for here in range(keys - queries, keys):
+        first = 0 if left is None else max(here - left, 0)
+        rows += (first, keys if right is None else max(min(here + right + 1, keys), first), here)
+    return rows
 
 
 def _ranges(heads: int, keys: int) -> tuple[int, int]:
@@ -159,20 +180,14 @@ def _ranges(heads: int, keys: int) -> tuple[int, int]:
     return span, max(-(-keys // span), 1)
 
 
-@lru_cache(maxsize=64)
-def _whole(queries: int, keys: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([[[0, keys, keys - queries + t] for t in range(queries)]])
-
-
 def _rows(x: Tensor) -> Tensor:
     """The numbers of a row side by side."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, valid: Tensor | None, slopes: Tensor | None,
-    position: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, left: int | None, right: int | None, bounds: Tensor | None,
+    valid: Tensor | None, slopes: Tensor | None, position: Tensor | None,
 ) -> None:  # fmt: skip
     """Raise InvalidArgument or Unsupported for what the kernel would misread or lose: it checks nothing."""
     given: list[Any] = [query, key, value]
@@ -182,6 +197,8 @@ def _check(
             f"and none of B, Hk, L, D and Dv is 0; they are {list(query.shape)}, {list(key.shape)} and "
             f"{list(value.shape)}."
         )
+    if bounds is not None and (left is not None or right is not None):
+        raise InvalidArgument("decode: give either bounds or left and right.")
     batch, keys = key.shape[0], key.shape[2]
     shapes = (
         ("bounds", bounds, (query.shape[2], 3), torch.int64),

@@ -70,13 +70,14 @@ AHEAD = 16384
 
 QUERY, KEY, VALUE = 0, 4, 8
 """Where a tensor stands in the table: its address, and its strides in bytes over batch rows, heads and tokens."""
-VALID, POSITION, BOUNDS = 12, 14, 16
-"""Bytes that say which keys are there, their positions (int32), and for each query the first key it sees, the first
-after them and its position (int64): an address, 0 if they are not there, and a stride in bytes over batch rows."""
-SLOPES, PARTS, OUT, LOG_SUM = 18, 19, 20, 21
-HEADS, GROUP, QUERIES, DIM, VALUE_DIM, FIRST, STOP, RANGE, RANGES = range(22, 31)
-"""Key heads, queries' heads to each, tokens, D, Dv, the keys from FIRST to STOP, keys of a range, ranges of a head."""
-NUMBERS = 31
+VALID, POSITION = 12, 14
+"""Bytes that say which keys are there, and positions of keys (int32): an address, 0 if they are not there, and a
+stride in bytes over batch rows."""
+BOUND_STEP, SLOPES, PARTS, OUT, LOG_SUM = range(16, 21)
+"""How far the BOUNDS of batch rows are apart; addresses of slopes (0 if not there), of what items leave, of results."""
+HEADS, GROUP, QUERIES, DIM, VALUE_DIM, FIRST, STOP, RANGE, RANGES, BOUNDS = range(21, 31)
+"""Key heads, queries' heads to each, tokens, D, Dv, the keys from FIRST to STOP, keys of a range, ranges of a head;
+then, for each query, the first key it sees, the first after them, and its position."""
 
 _SIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 _VECTORS = {FLOAT32: 1, BFLOAT16: 2, FLOAT16: 1}
@@ -370,8 +371,8 @@ def _weigh(
     `state`: the row's maximum, and 16 sums of its weights, one a lane.
     """
     query, high = row % n[QUERIES], h * n[GROUP] + row // n[QUERIES]
-    bounds = np.int64(n[BOUNDS] + b * n[BOUNDS + 1] + 24 * query)
-    first, stop, here = _get_whole(bounds), _get_whole(bounds + 8), _get_whole(bounds + 16)
+    at = BOUNDS + b * n[BOUND_STEP] + 3 * query
+    first, stop, here = n[at], n[at + 1], n[at + 2]
     slope = F(0)
     if n[SLOPES]:
         slope = get(n[SLOPES] + 4 * high)
@@ -404,12 +405,6 @@ def _weigh(
         store(scores + 4 * c, w)
         sums = add(sums, w)
     store(state + ROW, sums)
-
-
-@_primitive(types.int64, address)
-def _get_whole(b: Any, at: Any) -> Any:
-    """One int64."""
-    return _load(b, at, 0, I64, 8)
 
 
 @_primitive(types.float32, address, whole)

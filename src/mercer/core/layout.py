@@ -7,6 +7,7 @@ bias is made from slices of them, so nothing of size Lq x Lk exists unless a for
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -198,6 +199,9 @@ def tokens(
     device: torch.device,
 ) -> Tokens:
     """Lay a structure over a call's own tokens."""
+    few = max(query_length, key_length) <= _FEW and not torch.compiler.is_compiling()
+    if few and merged.padding is None and merged.documents is None and merged.decay is None:
+        return _in_order(batch, query_heads, query_length, key_length, device)
     key_valid, query_valid = _validity(merged, batch, query_length, key_length, device)
     shift = key_length - query_length
     if key_valid is None:
@@ -228,6 +232,19 @@ def tokens(
         query_log = torch.nn.functional.pad(key_log, (pad, 0))[..., key_length + pad - query_length :]
     weight = _complement(merged, query_heads, key_heads, key_length)
     return Tokens(key_valid, query_valid, key_rank, query_rank, count, key_log, query_log, weight, batch, query_heads)
+
+
+_FEW = 16
+
+
+@lru_cache(maxsize=64)
+def _in_order(batch: int, query_heads: int, query_length: int, key_length: int, device: torch.device) -> Tokens:
+    """A few tokens that all are real: made once, since steps of decoding ask for the same at every token."""
+    with torch.inference_mode(False):
+        key_rank = torch.arange(key_length, device=device).unsqueeze(0)
+        query_rank = torch.arange(key_length - query_length, key_length, device=device).unsqueeze(0)
+        count = torch.full((1,), key_length, device=device)
+    return Tokens(None, None, key_rank, query_rank, count, None, None, None, batch, query_heads)
 
 
 def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:

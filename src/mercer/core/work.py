@@ -162,8 +162,12 @@ def _cache(merged: Merged, sizes: Sizes, stateful: bool) -> list[Part]:
     """Keeping keys and values: new ones are copied, and where a gradient is wanted the old ones with them."""
     if not stateful:
         return []
-    copied = sizes if sizes.trained else replace(sizes, past_length=0)
-    return [Part("cache", Work(1, 0, 0, 0, 2 * cost.cache_bytes(merged, copied)), sizes.batch * sizes.key_heads)]
+    bytes_ = 2 * cost.cache_bytes(merged, sizes)
+    if sizes.past_length and not sizes.trained:
+        kept = sizes.key_length + sizes.past_length
+        kept = kept if merged.left is None else min(kept, merged.left)
+        bytes_ = bytes_ // max(kept, 1) * min(sizes.key_length, kept)
+    return [Part("cache", Work(1, 0, 0, 0, bytes_), sizes.batch * sizes.key_heads)]
 
 
 def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> Work:

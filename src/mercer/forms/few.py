@@ -5,8 +5,6 @@ Where no token is padding the place of a key is its position, and nothing of the
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -36,33 +34,21 @@ def few(call: Call, query: Tensor, every: Joined, view: Layout | None) -> tuple[
     """Rows, divided by their sums, ``[B, Hq, L, Dv]`` float32, and the logarithms of these, ``[B, Hq, L]``; ``view`` is
     the layout where tokens are not plain.
     """
-    queries, keys = query.shape[2], every.keys.shape[2]
     slopes = None if call.merged.alibi is None else call.merged.alibi.slopes
-    valid = position = None
     if view is None:
-        bounds = _bounds(queries, keys, call.merged.left, call.merged.right)
-    else:
-        bounds, valid = _seen(view), view.key_valid
-        position = None if slopes is None else view.key_position
+        left, right = call.merged.left, call.merged.right
+        return decode(query, every.keys, every.values, call.scale, left=left, right=right, slopes=slopes)
+    position = None if slopes is None else view.key_position
     return decode(
-        query, every.keys, every.values, call.scale, bounds=bounds, valid=valid, slopes=slopes, position=position
-    )
-
-
-@lru_cache(maxsize=16)
-def _bounds(queries: int, keys: int, left: int | None, right: int | None) -> Tensor:
-    """The first key that each query sees, the first after them, and its position, ``[1, L, 3]``."""
-    with torch.inference_mode(False):
-        rows: list[tuple[int, int, int]] = []
-        for here in range(keys - queries, keys):
-            first = 0 if left is None else max(here - left, 0)
-            stop = keys if right is None else min(here + right + 1, keys)
-            rows.append((first, max(stop, first), here))
-        return torch.tensor([rows])
+        query, every.keys, every.values, call.scale, bounds=_seen(view), valid=view.key_valid, slopes=slopes,
+        position=position,
+    )  # fmt: skip
 
 
 def _seen(view: Layout) -> Tensor:
-    """The same from positions, ``[b, L, 3]``: real keys stand in the order of their positions, others may not."""
+    """The first key that each query sees, the first after them, and its position, ``[b, L, 3]``: real keys stand in the
+    order of their positions, others may not.
+    """
     here = view.query_position.unsqueeze(2)
     there = view.key_position.unsqueeze(1)
     seen = torch.ones((), dtype=torch.bool)

@@ -78,8 +78,10 @@ def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) ->
         raise InvalidArgument(
             "The cache was made " + ("without" if state.log is None else "with") + " Decay; continue it the same way."
         )
-    kept = state.length.new_full((1,), state.keys.shape[2]) if state.valid is None else state.valid.sum(1)
-    left = call.merged.left
+    left, shown = call.merged.left, state.keys.shape[2]
+    if state.valid is None and (not state.batch or int(state.length.max()) <= shown):
+        return state  # everything is there
+    kept = state.length.new_full((1,), shown) if state.valid is None else state.valid.sum(1)
     if bool(((kept < state.length) & (kept < (torch.inf if left is None else left))).any()):
         raise InvalidArgument(
             f"The cache was made under a window and keeps {int(kept.min())} tokens; this call would see "
@@ -93,9 +95,7 @@ def cache(call: Call, own: Tokens, view: Layout | None, every: Joined) -> CacheS
     tokens are real and there is no decay.
     """
     batch, total = call.query.shape[0], every.keys.shape[2]
-    length = own.count.expand(batch).to(torch.int64)
-    if call.state is not None:
-        length = length + call.state.length
+    length = own.count.expand(batch).clone() if call.state is None else call.state.length + own.count
     valid, log = (None, None) if view is None else (view.key_valid, view.key_log)
     if log is not None and own.key_log is not None and own.key_log.shape[-1]:
         log = log - own.key_log[..., -1:]
