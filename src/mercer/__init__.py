@@ -37,7 +37,18 @@ if TYPE_CHECKING:
     )
     from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
     from mercer.core.state import CacheState, FeatureState, MixedState, State
-    from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Pattern, Structure, Window
+    from mercer.core.structures import (
+        Alibi,
+        Causal,
+        Decay,
+        Documents,
+        Full,
+        Padding,
+        Pattern,
+        RelativeBias,
+        Structure,
+        Window,
+    )
     from mercer.errors import (
         Interrupted,
         InvalidArgument,
@@ -85,6 +96,7 @@ _HOMES = {
         "Full",
         "Padding",
         "Pattern",
+        "RelativeBias",
         "Structure",
         "Window",
     ),
@@ -152,6 +164,7 @@ __all__ = [
     "Prefix",
     "PrefixLM",
     "RandomBlocks",
+    "RelativeBias",
     "Relu",
     "SigmoidGate",
     "Standardize",

@@ -252,6 +252,11 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         raise InvalidArgument(
             f"Alibi: slopes must be [{query_heads}], one per query head, not {list(merged.alibi.slopes.shape)}."
         )
+    if merged.relative is not None and merged.relative.table.shape[0] != query_heads:
+        raise InvalidArgument(
+            f"RelativeBias: table must be [{query_heads}, distances], one row per query head, not "
+            f"{list(merged.relative.table.shape)}."
+        )
     accumulator = 8 if query.dtype == torch.float64 else 4
     return Sizes(
         batch,

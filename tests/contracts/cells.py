@@ -19,7 +19,7 @@ from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu,
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window
+from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, RelativeBias, Structure, Window
 from mercer.forms import scan, tiles
 
 KERNELS: dict[str, Kernel] = {
@@ -226,6 +226,7 @@ def structures(shape: Shape, generator: torch.Generator, dtype: torch.dtype = to
     slopes = uniform(heads).to(dtype).requires_grad_()
     rate = (uniform(heads) * 0.5 + 0.4).to(dtype).requires_grad_()
     shared = (uniform(1) * 0.5 + 0.4).to(dtype).requires_grad_()
+    table = (2 * uniform(heads, 5) - 1).to(dtype).requires_grad_()
     by_key = (-uniform(batch, key_heads, length)).to(dtype).requires_grad_()
     by_query = (uniform(batch, heads, length) * 0.5 + 0.4).to(dtype).requires_grad_()
 
@@ -264,6 +265,13 @@ def structures(shape: Shape, generator: torch.Generator, dtype: torch.dtype = to
         "decay-padding": Laid(lambda a, b: gates(a, b) & pad(a, b), {"log_rate": by_key}),
         "decay-documents": Laid(lambda a, b: gates(a, b) & Documents(offsets), {"log_rate": by_key}),
         "decay-alibi": Laid(lambda a, b: gates(a, b) & alibi, {"log_rate": by_key, "slopes": slopes}),
+        "relative": Laid(lambda a, b: RelativeBias(table, left=2) & pad(a, b), {"table": table}),
+        "relative-causal": Laid(lambda a, b: causal & RelativeBias(table), {"table": table}),
+        "relative-window": Laid(
+            lambda a, b: Window.last(4) & RelativeBias(table, left=3) & pad(a, b) & Decay(rate),
+            {"table": table, "rate": rate},
+        ),
+        "relative-documents": Laid(lambda a, b: causal & RelativeBias(table) & Documents(offsets), {"table": table}),
         "recency": Laid(
             lambda a, b: causal & Decay(by_query[..., a:b], complement=True) & pad(a, b), {"rate": by_query}
         ),

@@ -22,7 +22,8 @@ SHAPE = cells.Shape(queries=19, keys=19)
 CAUSAL = [
     name
     for name, laid in cells.structures(SHAPE, torch.Generator().manual_seed(0)).items()
-    if merge(laid.whole(SHAPE)).causal and merge(laid.whole(SHAPE)).left is None
+    for merged in [merge(laid.whole(SHAPE))]
+    if merged.causal and merged.left is None and merged.relative is None
 ]
 FUSED = {"form": "chunked", "path": "features", "backend": "numba"}
 

@@ -25,7 +25,8 @@ FUSED = {"form": "recurrent", "path": "features", "backend": "numba"}
 CAUSAL = [
     name
     for name, laid in cells.structures(SHAPE, torch.Generator().manual_seed(0)).items()
-    if merge(laid.whole(SHAPE)).causal and merge(laid.whole(SHAPE)).left is None
+    for merged in [merge(laid.whole(SHAPE))]
+    if merged.causal and merged.left is None and merged.relative is None
 ]
 
 

@@ -109,7 +109,7 @@ def real_tokens(padding: cells.Padding) -> torch.Tensor:
     [
         n
         for n in TAKES_STATE
-        if n not in ("full", "window-behind", "padding", "padding-queries", "alibi", "alibi-padding")
+        if n not in ("full", "window-behind", "padding", "padding-queries", "alibi", "alibi-padding", "relative")
     ],
 )
 @pytest.mark.parametrize(("kernel", "path"), [(Exp(), "pairs"), (Taylor(2), "features")], ids=str)

@@ -104,6 +104,7 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
         and normalizer.scale_invariant
         and normalizer.takes_divided_rows
         and merged.decay is None
+        and merged.relative is None
         and not merged.patterns
         and not (slopes is not None and slopes.requires_grad and torch.is_grad_enabled())
         and sizes.query_length > 0

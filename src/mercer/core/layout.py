@@ -59,7 +59,7 @@ class Layout:
     key_document: Tensor | None
     left: int | None
     right: int | None
-    slopes: Tensor | None  # [Hq]
+    slopes: Tensor | None  # [Hq], what a pair loses for each step between; or [Hq, n], log-weights by distance
     query_log: Tensor | None  # [b, Hq or 1, Lq] float64
     key_log: Tensor | None
     offset: int | None
@@ -72,6 +72,8 @@ class Layout:
     """Real tokens in all of each query's sequence, ``[b, 1]`` or, in packed documents, ``[b, Lq]``; with patterns."""
     batch: int = 1
     heads: int = 1
+    before: int = 0
+    """The distance of the first entry of log-weights by distance."""
 
     @property
     def query_length(self) -> int:
@@ -169,10 +171,19 @@ class Layout:
         query, key = (_rows(x, rows)[:, at] for x, at in ((self.query_position, queries), (self.key_position, keys)))
         return (query.unsqueeze(2) - key.unsqueeze(1)).abs()
 
+    def entry(self, queries: Index, keys: Index, rows: slice = slice(None)) -> Tensor:
+        """Which entry of log-weights by distance each pair of a tile has, ``[b, Lq', Lk']`` int64."""
+        assert self.slopes is not None
+        query, key = (_rows(x, rows)[:, at] for x, at in ((self.query_position, queries), (self.key_position, keys)))
+        ahead = key.unsqueeze(1) - query.unsqueeze(2)
+        return (ahead + self.before).clamp_(0, self.slopes.shape[1] - 1)
+
     def bias(self, queries: Index, keys: Index, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor | None:
         """Log-weights of a tile, ``[b, h, Lq', Lk']`` (b, h may be 1), or None if all are 0."""
         total: Tensor | None = None
-        if self.slopes is not None:
+        if self.slopes is not None and self.slopes.dim() == 2:
+            total = self.slopes[heads].to(dtype)[:, self.entry(queries, keys, rows)].transpose(0, 1)
+        elif self.slopes is not None:
             slopes = self.slopes[heads].to(dtype)
             total = slopes.view(1, -1, 1, 1) * self.distance(queries, keys, rows).unsqueeze(1).to(dtype).neg_()
         if self.query_log is not None:
@@ -288,7 +299,7 @@ def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
         key_document=document,
         left=merged.left,
         right=merged.right,
-        slopes=merged.alibi.slopes if merged.alibi is not None else None,
+        slopes=merged.alibi.slopes if merged.alibi is not None else _table(merged),
         query_log=query_log,
         key_log=key_log,
         offset=offset,
@@ -297,7 +308,16 @@ def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
         total=_totals(merged, own, past) if merged.patterns else None,
         batch=own.batch,
         heads=own.heads,
+        before=0 if merged.relative is None else merged.relative.before,
     )
+
+
+def _table(merged: Merged) -> Tensor | None:
+    """Log-weights by distance, ``[Hq, n]``, in a dtype whose sums can take the gradients of many pairs."""
+    if merged.relative is None:
+        return None
+    table = merged.relative.table
+    return table.to(torch.promote_types(table.dtype, torch.float32))
 
 
 def _totals(merged: Merged, own: Tokens, past: PastKeys | None) -> Tensor:

@@ -20,7 +20,18 @@ from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.reference_maps import literal_features
 from mercer.core.reference_patterns import literal_weight, literally_shown
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Pattern, Structure, Window
+from mercer.core.structures import (
+    Alibi,
+    Causal,
+    Decay,
+    Documents,
+    Full,
+    Padding,
+    Pattern,
+    RelativeBias,
+    Structure,
+    Window,
+)
 from mercer.errors import Unsupported
 
 
@@ -212,9 +223,8 @@ class _Weights:
     def __init__(self, structure: Structure, batch: int, heads: int, queries: int, keys: int) -> None:
         self.parts, self.batch, self.heads = structure.parts, batch, heads
         self.queries, self.keys = queries, keys
-        ordered = any(
-            isinstance(p, Pattern | Decay | Documents | Alibi) and not isinstance(p, Full) for p in self.parts
-        )
+        places = Pattern | Decay | Documents | Alibi | RelativeBias
+        ordered = any(isinstance(p, places) and not isinstance(p, Full) for p in self.parts)
         self.key_real = [[True] * keys for _ in range(batch)]
         self.query_real = [[True] * queries for _ in range(batch)]
         for part in self.parts:
@@ -257,13 +267,17 @@ class _Weights:
                 elif isinstance(part, Pattern) and not isinstance(part, Full):
                     for h in range(self.heads):
                         patterned[b, h] &= self._shows(part, b, h, i, j) if there[b] else False
-                elif not isinstance(part, Full | Padding | Alibi | Decay):
+                elif not isinstance(part, Full | Padding | Alibi | Decay | RelativeBias):
                     raise Unsupported(f"The reference does not know {type(part).__name__}.")
             if isinstance(part, Alibi):
                 gap = torch.tensor(
                     [abs(self.key_at[b][j] - self.query_at[b][i]) for b in range(self.batch)], dtype=torch.float64
                 )
                 log = log - part.slopes.double() * gap.unsqueeze(1)
+            elif isinstance(part, RelativeBias):
+                first, last = -part.before, part.table.shape[1] - 1 - part.before
+                ahead = [self.key_at[b][j] - self.query_at[b][i] for b in range(self.batch)]
+                log = log + torch.stack([part.table.double()[:, min(max(a, first), last) - first] for a in ahead])
             elif isinstance(part, Decay):
                 log = log + self._decay(part, j, [q + self.keys - self.queries for q in [i] * self.batch])
             elif isinstance(part, BigBird) and part.hf_compat:

@@ -403,6 +403,44 @@ class Alibi(Structure):
 
 
 @dataclass(frozen=True, eq=False)
+class RelativeBias(Structure):
+    """Log-weight table[h, n] of a key that stands n - left positions after the query; keys further away have that of
+    the nearest entry. Differentiable in the table; by pairs.
+
+    Args:
+        table: ``[Hq, distances]``, finite. :class:`mercer.nn.T5Bias` learns one.
+        left: the first entry is for keys at this distance before the query, 0 or more and below the number of entries.
+            Default that number less 1: the last entry is the query's own place, and its weight that of keys ahead.
+
+    Source: Shaw et al. 2018, arXiv 1803.02155 (clipped distances); Raffel et al. 2020, arXiv 1910.10683 (scalars).
+    """
+
+    table: Tensor
+    left: int | None = None
+
+    def __post_init__(self) -> None:
+        _tensors("RelativeBias", table=self.table)
+        if self.table.dim() != 2 or not self.table.shape[1]:
+            raise InvalidArgument(f"RelativeBias: table must be [heads, distances], not {list(self.table.shape)}.")
+        if not bool(torch.isfinite(self.table).all()):
+            raise InvalidArgument("RelativeBias: every entry of the table must be finite.")
+        if self.left is not None:
+            at_least("RelativeBias", 0, left=self.left)
+            if self.left >= self.table.shape[1]:
+                raise InvalidArgument(
+                    f"RelativeBias: left must be below the table's {self.table.shape[1]} distances, not {self.left}."
+                )
+
+    @property
+    def before(self) -> int:
+        """The distance of the first entry."""
+        return self.table.shape[1] - 1 if self.left is None else self.left
+
+    def __str__(self) -> str:
+        return f"RelativeBias({self.table.shape[1]} distances, left={self.before})"
+
+
+@dataclass(frozen=True, eq=False)
 class Decay(Structure):
     """Log-weight sum_{t=j+1..i} log(rate_t): every step multiplies what was seen before by its rate. Needs a causal
     structure.
@@ -465,6 +503,7 @@ class Merged:
     documents: Documents | None
     alibi: Alibi | None
     decay: Decay | None
+    relative: RelativeBias | None = None
     patterns: tuple[Pattern, ...] = ()
     """What is visible beside the band from ``left`` to ``right``: all of these must show a pair."""
 
@@ -482,7 +521,8 @@ class Merged:
     @property
     def weighted(self) -> bool:
         """Log-weights are not all 0."""
-        return self.alibi is not None or self.decay is not None or any(p.weighs for p in self.patterns)
+        parts = (self.alibi, self.decay, self.relative)
+        return any(p is not None for p in parts) or any(p.weighs for p in self.patterns)
 
     def entries(self, batch: int) -> int:
         """Batch entries of a state: one per row, or per document of each row."""
@@ -498,7 +538,7 @@ class Merged:
         caller).
         """
         parts: list[Structure] = [Window(self.left, self.right), padding, *self.patterns]
-        parts += [p for p in (self.alibi, self.decay) if p is not None]
+        parts += [p for p in (self.alibi, self.decay, self.relative) if p is not None]
         return Both(tuple(parts))
 
 
@@ -514,7 +554,7 @@ def merge(structure: Structure) -> Merged:
         if isinstance(part, Causal | Window) and getattr(part, "dilation", 1) == 1:
             other_left, other_right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
             left, right = _tighter(left, other_left), _tighter(right, other_right)
-        elif isinstance(part, Padding | Documents | Alibi | Decay):
+        elif isinstance(part, Padding | Documents | Alibi | Decay | RelativeBias):
             kind = type(part)
             if kind in found:
                 raise Unsupported(f"Two {kind.__name__} in one structure: combine their tensors into one.")
@@ -526,7 +566,11 @@ def merge(structure: Structure) -> Merged:
                 f"{type(part).__name__} is not a structure that the forms know; compose the ones in "
                 "mercer.core.structures, or subclass its Pattern."
             )
-    padding, documents, alibi, decay = (found.get(kind) for kind in (Padding, Documents, Alibi, Decay))
+    padding, documents, alibi, decay, relative = (
+        found.get(kind) for kind in (Padding, Documents, Alibi, Decay, RelativeBias)
+    )
+    if alibi is not None and relative is not None:
+        raise Unsupported("Alibi together with RelativeBias: take the slopes' log-weights into the table.")
     if decay is not None and right != 0:
         raise Unsupported("Decay needs a causal structure: write Causal() & Decay(...).")
     if padding is not None and documents is not None:
@@ -536,7 +580,7 @@ def merge(structure: Structure) -> Merged:
         )
     if documents is not None:
         patterns = [part.in_documents() for part in patterns]
-    merged = Merged(left, right, padding, documents, alibi, decay, tuple(patterns))  # pyright: ignore[reportArgumentType]
+    merged = Merged(left, right, padding, documents, alibi, decay, relative, tuple(patterns))  # pyright: ignore[reportArgumentType]
     if merged.padding is not None and merged.padding.queries is not None and merged.ordered:
         raise Unsupported(
             "Padding's queries= is for cross-attention: under a structure that orders its tokens the queries are the "

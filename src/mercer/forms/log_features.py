@@ -57,7 +57,7 @@ def weigh_pairs(layout: Layout, key_peak: Tensor, query_peak: Tensor) -> tuple[L
 
 def _without_slopes(layout: Layout) -> Layout:
     """ALiBi under a causal structure as a cumulative log-decay, so that it takes part in the running maximum."""
-    if layout.slopes is None or layout.right is None or layout.right > 0:
+    if layout.slopes is None or layout.slopes.dim() == 2 or layout.right is None or layout.right > 0:
         return layout
     slopes = layout.slopes.double().view(1, -1, 1)
     query_log, key_log = (-slopes * x.unsqueeze(1) for x in (layout.query_position, layout.key_position))

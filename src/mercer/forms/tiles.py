@@ -328,7 +328,12 @@ class Gradients:
 
     def add_bias(self, run: _Run, slab: Slab, queries: Index, keys: Index, tile: Tensor) -> None:
         """``tile`` is dbias, ``[b, Hq', tq, tk]``."""
-        if self.slopes is not None:
+        if self.slopes is not None and self.slopes.dim() == 2:
+            entry, sums = run.layout.entry(queries, keys, slab.rows), self.slopes[slab.query_heads]
+            parts = tile.sum(0, keepdim=True) if entry.shape[0] == 1 else tile
+            for where, part in zip(entry, parts, strict=True):
+                sums.index_add_(1, where.flatten(), part.flatten(1).to(sums.dtype))
+        elif self.slopes is not None:
             distance = run.layout.distance(queries, keys, slab.rows).unsqueeze(1).to(tile.dtype)
             self.slopes[slab.query_heads] -= (tile * distance).sum((0, 2, 3)).to(self.slopes.dtype)
         for target, dimension, at, sign in ((self.query_log, 3, queries, 1), (self.key_log, 2, keys, -1)):
