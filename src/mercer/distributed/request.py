@@ -125,6 +125,8 @@ def request(
             f"Decay: rates per token are those of a process's own tokens, [{query.shape[0]}, heads, {size}], not "
             f"{list(decay.logs().shape)}."
         )
+    if merged.relative is not None:
+        raise Unsupported(f"{merged.relative} is not computed over several processes: use Alibi, or one process.")
     if merged.documents is not None:
         merged.documents.bounds(sharding.length)
     made.normalizer.check(query.shape[0], query.shape[1], size, value.shape[-1])
