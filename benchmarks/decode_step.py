@@ -1,12 +1,14 @@
 """Microseconds of one decoding step from a state, and how near it comes to copying the state.
 
-A step reads its state once and writes it once, so no step can be quicker than a copy of it. Every way is timed in
-turns, forward only, with the same threads: ours, torch's recurrent form, a plain copy, and softmax with a key/value
-cache of some lengths (torch SDPA over a cache that stands there already, and ours, which appends to it); then a step of
-a small language model. --compile adds torch.compile, which needs a C++ compiler, to steps of kernels and of the model.
+A step of a finite kernel reads its state once and writes it once, so no such step can be quicker than a copy of it; a
+step of softmax reads its key/value cache once. Every way is timed in turns, forward only, with the same threads: ours,
+torch's recurrent form and a plain copy; for caches of some lengths and dtypes ours, which appends to the cache at every
+step, its kernel alone, torch SDPA over a cache that stands there already, and a sum over keys and values, which reads
+them once; then a step of a small language model. --compile adds torch.compile, which needs a C++ compiler, to steps of
+kernels and of the model.
 
-    python -m benchmarks decode_step [--quick] [--compile] [--batch N] [--kernel NAME] [--cache N] [--model NAME]
-        [--rounds N] [--threads N] [--json FILE]
+    python -m benchmarks decode_step [--quick] [--compile] [--batch N] [--kernel NAME] [--cache N] [--dtype NAME]
+        [--group N] [--model NAME] [--only PART] [--rounds N] [--threads N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 HEADS = 8
 MODELS = ("elu-sum", "taylor2-sum", "softmax")
+DTYPES = ("float32", "bfloat16", "float16")
+PARTS = ("kernels", "caches", "models")
 NAMES = ("elu", "taylor2", "taylor2-16", "taylor3-16", "favor256")
 
 
@@ -35,6 +40,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kernel", choices=NAMES, action="append", help="default: all")
     parser.add_argument("--batch", type=int, action="append", help="default: 1 and 16")
     parser.add_argument("--cache", type=int, action="append", help="tokens in the cache; default: 2,048 and 32,768")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="of caches; default: float32 and bfloat16")
+    parser.add_argument("--group", type=int, action="append", help="query heads to a key head of caches; default: 1")
+    parser.add_argument("--only", choices=PARTS, action="append", help="default: all parts")
     parser.add_argument("--model", action="append", help="attentions of the model; default: elu, Taylor 2, softmax")
     parser.add_argument("--compile", action="store_true", help="also time torch.compile")
     parser.add_argument("--rounds", type=int, default=41, help="timed calls each (default 41)")
@@ -104,23 +112,53 @@ def feature_case(name: str, batch: int, rounds: int, compiled: bool = False) -> 
     return {"case": name, "batch": batch, "dim": dim, "state_bytes": moved // 2, "plan": chosen.reason, "us": times}
 
 
-def cache_case(length: int, batch: int, rounds: int) -> dict[str, Any]:
-    """A step of softmax over a cache of `length` tokens."""
+def cache_case(length: int, batch: int, rounds: int, dtype: str = "float32", group: int = 1) -> dict[str, Any]:
+    """A step of softmax over a cache of `length` tokens, 8 key heads and 8 `group` query heads.
+
+    Every step goes on from the one before, as decoding does, so the cache grows by a token at each.
+    """
     import torch
 
-    from mercer import Causal, attention
+    from mercer import Causal, attention, plan
+    from mercer.backends.sharing import installed
+    from mercer.core.state import CacheState
 
-    dim = 64
-    q, k, v = (torch.randn(batch, HEADS, 1, dim) for _ in range(3))
-    keys, values = (torch.randn(batch, HEADS, length, dim) for _ in range(2))
+    dim, kind = 64, getattr(torch, dtype)
+    q = torch.randn(batch, HEADS * group, 1, dim).to(kind)
+    k, v = (torch.randn(batch, HEADS, 1, dim).to(kind) for _ in range(2))
+    keys, values = (torch.randn(batch, HEADS, length, dim).to(kind) for _ in range(2))
+    parts: dict[str, Any] = {"structure": Causal(), "return_state": True}
     with torch.inference_mode():
-        _, state = attention(keys[:, :, -1:], keys, values, structure=Causal(), return_state=True)
+        _, state = attention(q, keys, values, **parts)
+        assert isinstance(state, CacheState)
+        chosen = plan(q, k, v, **parts, state=state)
+        ours, theirs = (attention(q, k, v, **parts, state=state, backend=b)[0] for b in (chosen.backend, "torch"))
+        if not torch.allclose(ours.float(), theirs.float(), atol=1e-4 if kind == torch.float32 else 1e-2):
+            raise SystemExit(
+                f"decode_step: the step over {length:,} cached differs from torch's form, so it is not timed"
+            )
+        _, state = attention(q, keys, values, **parts)  # nothing has gone on from this one
+    newest = [state]
+    words = [x.view(torch.float32).flatten() for x in (keys, values)]  # summed as float32, whatever they are
+
+    def step() -> None:
+        _, newest[0] = attention(q, k, v, **parts, state=newest[0])
+
     calls: dict[str, Callable[[], object]] = {
-        "SDPA, no append": lambda: torch.nn.functional.scaled_dot_product_attention(q, keys, values),
-        "softmax step": lambda: attention(q, k, v, structure=Causal(), state=state, return_state=True),
+        "read": lambda: [x.sum() for x in words],
+        "SDPA, no append": lambda: torch.nn.functional.scaled_dot_product_attention(
+            q, keys, values, enable_gqa=group > 1
+        ),
+        "softmax step": step,
     }
+    if installed():
+        from mercer.backends.decode import decode
+
+        calls["decode kernel"] = lambda: decode(q, keys, values, dim**-0.5)
     times = timed(calls, rounds)
-    return {"case": f"softmax, {length:,} cached", "batch": batch, "dim": dim, "state_bytes": state.nbytes, "us": times}
+    case = f"softmax, {length:,} cached, {dtype}" + (f", {group} queries a head" if group > 1 else "")
+    size = 2 * keys.numel() * keys.element_size()
+    return {"case": case, "batch": batch, "dim": dim, "state_bytes": size, "plan": chosen.reason, "us": times}
 
 
 def model_case(name: str, rounds: int, compiled: bool = False, layers: int = 4) -> dict[str, Any]:
@@ -147,9 +185,12 @@ def model_case(name: str, rounds: int, compiled: bool = False, layers: int = 4) 
 def shown(found: dict[str, Any]) -> str:
     """Lines of the table for a case."""
     lines = [f"{found['case']}, batch {found['batch']}, D = {found['dim']}: {found['state_bytes'] / 1e6:.2f} MB"]
-    copy = found["us"].get("copy")
+    copy, read = found["us"].get("copy"), found["us"].get("read")
     for name, spread in found["us"].items():
         share = f"{100 * copy['median'] / spread['median']:6.0f} % of the copy's rate" if copy else ""
+        if read:
+            rate = found["state_bytes"] / spread["median"] / 1e3
+            share = f"{spread['median'] / read['median']:8.2f} times reading it once, {rate:.1f} GB/s"
         lines.append(f"  {name:20}{spread['median']:11,.1f} us  ({spread['low']:,.1f} to {spread['high']:,.1f}){share}")
     return "\n".join(lines)
 
@@ -163,10 +204,12 @@ def main(arguments: list[str]) -> None:
     import torch
 
     torch.manual_seed(0)
+    groups, dtypes = options.group or [1], options.dtype or list(DTYPES[:2])
+    asked = options.only or PARTS
     batches = options.batch or ([1] if options.quick else [1, 16])
     caches = options.cache or ([256] if options.quick else [2048, 32768])
     rounds = 3 if options.quick else options.rounds
-    print(f"{HEADS} heads, float32, {torch.get_num_threads()} threads, median of {rounds} (quartiles), microseconds")
+    print(f"{HEADS} heads, {torch.get_num_threads()} threads, median of {rounds} (quartiles), microseconds")
     results: list[dict[str, Any]] = []
 
     def add(found: dict[str, Any]) -> None:
@@ -177,11 +220,12 @@ def main(arguments: list[str]) -> None:
             options.json.write_text(json.dumps(record, indent=1))
 
     for batch in batches:
-        for name in options.kernel or NAMES:
+        for name in options.kernel or NAMES if "kernels" in asked else ():
             add(feature_case(name, batch, rounds, options.compile))
-        for length in caches:
-            add(cache_case(length, batch, rounds))
-    for name in options.model or MODELS[: 1 if options.quick else None]:
+        if "caches" in asked:
+            for length, dtype, group in product(caches, dtypes, groups):
+                add(cache_case(length, batch, rounds, dtype, group))
+    for name in options.model or MODELS[: 1 if options.quick else None] if "models" in asked else ():
         add(model_case(name, rounds, options.compile, layers=1 if options.quick else 4))
 
 
