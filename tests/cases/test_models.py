@@ -8,7 +8,7 @@ from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 
 ATTENTIONS = ["softmax", "exp-l2", "taylor2-sum", "elu-sum"]
-POSITIONS = ["learned", "rotary", "alibi", "sinusoidal", "none"]
+POSITIONS = ["learned", "rotary", "alibi", "sinusoidal", "t5", "none"]
 WORK = 64 * 4
 """Products summed along one path through the models here: the width, times the blocks' products."""
 

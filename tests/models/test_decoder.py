@@ -6,7 +6,7 @@ from mercer.errors import InvalidArgument
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 
-POSITIONS = ["rotary", "sinusoidal", "learned", "alibi", "none"]
+POSITIONS = ["rotary", "sinusoidal", "learned", "alibi", "t5", "none"]
 ATTENTIONS = ["softmax", "exp-l2", "elu-sum", "taylor2-sum", "taylor3-l2", ["elu-sum", "softmax"]]
 VARIANTS = [
     *({"position": position} for position in POSITIONS),

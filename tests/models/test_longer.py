@@ -50,7 +50,7 @@ def test_padding_does_not_count():
         model(tokens, padding=padding)
 
 
-@pytest.mark.parametrize("position", ["alibi", "none"])
+@pytest.mark.parametrize("position", ["alibi", "t5", "none"])
 def test_positions_without_a_trained_range_go_on(position):
     assert make_model(position=position)(draw()).shape == (2, LONG, 20)
 
@@ -117,6 +117,8 @@ def test_case_21_reading_in_pieces_equals_reading_at_once_at_any_depth(scaling):
         ({"rope_turned": 2, "rope_scaling": {"rope_type": "ntk", "factor": 2}}, "at least 4 turned channels"),
         ({"position": "learned", "allow_longer": True}, "raise max_length"),
         ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"position": "t5", "t5_buckets": 1}, "t5_buckets must be at least 2"),
+        ({"position": "t5", "t5_max_distance": 16}, "t5_max_distance above half"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused(values, message):

@@ -72,7 +72,7 @@ def train(
     kv_heads: Annotated[int | None, _option("Key and value heads (as many as heads).", "Model")] = None,
     head_dim: Annotated[int | None, _option("Channels of a head (dim / heads).", "Model")] = None,
     position: Annotated[
-        str | None, _option("rotary, sinusoidal, learned, alibi or none (rotary).", "Model", "--position")
+        str | None, _option("rotary, sinusoidal, learned, alibi, t5 or none (rotary).", "Model", "--position")
     ] = None,
     window: Annotated[int | None, _option("Tokens a token sees, itself included (all).", "Model")] = None,
     norm: Annotated[str | None, _option("rms or layer (rms).", "Model")] = None,

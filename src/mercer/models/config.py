@@ -100,7 +100,7 @@ class ModelConfig(BaseModel):
     recency: bool = False
     """Weigh the past of every layer by a learned gate for each key head and token, S = g S + (1 - g) phi(k) v^T with
     g = sigmoid(x W + b), as random-feature attention does."""
-    position: Literal["rotary", "sinusoidal", "learned", "alibi", "none"] = "rotary"
+    position: Literal["rotary", "sinusoidal", "learned", "alibi", "t5", "none"] = "rotary"
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     rope_turned: Positive | None = None
     """Channels of a head that rotary positions turn, an even number; None: all of them."""
@@ -108,6 +108,10 @@ class ModelConfig(BaseModel):
     """Other rates of rotary positions, for sequences longer than max_length: {"rope_type": "yarn", "factor": 4.0}, with
     the types and keys of `mercer.nn.rope_config`, or a scaling such as YaRN(4.0, trained=1024). A missing
     original_max_position_embeddings is max_length."""
+    t5_buckets: Positive = 32
+    """Buckets of distances of T5's bias, which all layers share; half of them are one distance each."""
+    t5_max_distance: Positive = 128
+    """From which distance on T5's bias is one and the same."""
     window: Positive | None = None
     """A token sees this many tokens, itself included; None: all before it."""
     norm: Literal["rms", "layer"] = "rms"
@@ -162,6 +166,8 @@ class ModelConfig(BaseModel):
                 f"attention has {len(self.pattern)} names for {count(self.layers, 'layer')}; name at most one a layer"
             )
         normalizers = [causal_attention(name)[1] for name in self.attentions]
+        if self.position == "t5":
+            self._check_t5()
         if self.gain != "none" and not any(isinstance(n, L2 | RMS | Standardize) for n in normalizers):
             raise ValueError(
                 f'gain "{self.gain}" needs a layer whose normaliser is L2, RMS or layernorm, such as "exp-l2"'
@@ -169,6 +175,23 @@ class ModelConfig(BaseModel):
         if self.gain == "none" and self.gain_init is not None:
             raise ValueError('gain_init needs gain "head" or "channel"')
         return self
+
+    def _check_t5(self) -> None:
+        import torch
+
+        from mercer.core.structures import Causal, RelativeBias, merge
+        from mercer.core.support import unsupported
+
+        if self.t5_buckets < 2 or self.t5_max_distance <= self.t5_buckets // 2:
+            raise ValueError(
+                "t5_buckets must be at least 2 and t5_max_distance above half of them, not "
+                f"{self.t5_buckets} and {self.t5_max_distance}"
+            )
+        biased = merge(Causal() & RelativeBias(torch.zeros(self.heads, self.t5_max_distance + 1)))
+        for name in self.pattern:
+            reason = unsupported(*causal_attention(name), biased, "chunked", "pairs")
+            if reason is not None:
+                raise ValueError(f'attention {name!r} with position "t5": {reason}')
 
     def _check_rope(self) -> None:
         turned = self.rope_turned

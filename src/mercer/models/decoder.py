@@ -24,6 +24,7 @@ from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
 from mercer.nn.reach import longest, refuse_longer
 from mercer.nn.rope_scaling import RopeScaling
 from mercer.nn.rotary import Rotary
+from mercer.nn.t5 import T5Bias
 
 
 class DecoderLM(nn.Module):
@@ -45,6 +46,9 @@ class DecoderLM(nn.Module):
                 self.positions = LearnedPositions(config.max_length, config.dim)
             elif config.position == "sinusoidal":
                 self.positions = Sinusoidal(config.dim)
+            self.relative: T5Bias | None = None  # of all layers
+            if config.position == "t5":
+                self.relative = T5Bias(config.heads, buckets=config.t5_buckets, max_distance=config.t5_max_distance)
             rotary = _rotary(config)
             self.blocks = nn.ModuleList(_block(config, layer, rotary) for layer in range(config.layers))
             self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
@@ -139,14 +143,15 @@ class DecoderLM(nn.Module):
             if isinstance(self.positions, Sinusoidal):
                 x = x * self.config.dim**0.5
             x = x + self.positions(where).to(x.dtype)
+        structure = None if self.relative is None else self.relative()
         after: list[State] = []
         for i, block in enumerate(self.blocks):
             state = None if states is None else states[i]
             if return_states:
-                x, state = block(x, padding=padding, state=state, return_state=True)
+                x, state = block(x, padding=padding, structure=structure, state=state, return_state=True)
                 after.append(state)
             else:
-                x = block(x, padding=padding, state=state)
+                x = block(x, padding=padding, structure=structure, state=state)
         x = self.norm(x)
         return (x, after) if return_states else x
 

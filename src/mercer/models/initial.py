@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mercer.nn.positions import LearnedPositions
+from mercer.nn.t5 import T5Bias
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
@@ -21,14 +22,14 @@ def draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
 
 @torch.no_grad()
 def initialise(model: nn.Module, *, std: float, seed: int, residual_outputs: int) -> None:
-    """Draw every matrix of linear layers, embeddings and learned positions; biases become 0, norms, gains and the
-    tensors of kernels stay (those were drawn, from the same seed, when the kernel was bound).
+    """Draw every matrix of linear layers, embeddings, learned positions and T5's biases; biases of layers become 0,
+    norms, gains and the tensors of kernels stay (those were drawn, from the same seed, when the kernel was bound).
 
     Linear layers named "output" write into the residual stream and get std / sqrt(residual_outputs) (GPT-2's rule), so
     that the stream's variance does not grow with depth.
     """
     for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Embedding | LearnedPositions):
+        if not isinstance(module, nn.Linear | nn.Embedding | LearnedPositions | T5Bias):
             continue
         narrow = path.rpartition(".")[2] == "output"
         name = f"{path}.weight"

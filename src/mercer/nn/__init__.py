@@ -10,6 +10,7 @@ from mercer.nn.rope_bands import Llama3, LongRoPE, YaRN
 from mercer.nn.rope_config import rope_from_config
 from mercer.nn.rope_scaling import NTK, DynamicNTK, LinearScaling, Proportional
 from mercer.nn.rotary import Rotary
+from mercer.nn.t5 import T5Bias
 
 __all__ = [
     "NTK",
@@ -26,6 +27,7 @@ __all__ = [
     "RMSNorm",
     "Rotary",
     "Sinusoidal",
+    "T5Bias",
     "YaRN",
     "alibi_slopes",
     "linear_cross_entropy",

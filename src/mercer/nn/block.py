@@ -5,6 +5,7 @@ from typing import Literal, overload
 from torch import Tensor, nn
 
 from mercer.core.state import State
+from mercer.core.structures import Structure
 from mercer.errors import InvalidArgument
 from mercer.nn.attention import Attention
 from mercer.nn.feedforward import FeedForward
@@ -38,26 +39,41 @@ class Block(nn.Module):
         x: Tensor,
         *,
         padding: Tensor | None = None,
+        structure: Structure | None = None,
         state: State | None = None,
         return_state: Literal[False] = False,
     ) -> Tensor: ...
 
     @overload
     def forward(
-        self, x: Tensor, *, padding: Tensor | None = None, state: State | None = None, return_state: Literal[True]
+        self,
+        x: Tensor,
+        *,
+        padding: Tensor | None = None,
+        structure: Structure | None = None,
+        state: State | None = None,
+        return_state: Literal[True],
     ) -> tuple[Tensor, State]: ...
 
     def forward(
-        self, x: Tensor, *, padding: Tensor | None = None, state: State | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        *,
+        padding: Tensor | None = None,
+        structure: Structure | None = None,
+        state: State | None = None,
+        return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
-        """x: [B, L, dim]; padding: bool [B, L], True for real tokens. Returns x's shape, and the state if asked."""
+        """x: [B, L, dim]; padding: bool [B, L], True for real tokens; structure: composed with the attention's own for
+        this call. Returns x's shape, and the state if asked.
+        """
         pre = self.norm_position == "pre"
         inner = self.attention_norm(x) if pre else x
         after: State | None = None
         if return_state:
-            mixed, after = self.attention(inner, padding=padding, state=state, return_state=True)
+            mixed, after = self.attention(inner, padding=padding, structure=structure, state=state, return_state=True)
         else:
-            mixed = self.attention(inner, padding=padding, state=state)
+            mixed = self.attention(inner, padding=padding, structure=structure, state=state)
         x = x + mixed if pre else self.attention_norm(x + mixed)
         x = x + self.feedforward(self.feedforward_norm(x)) if pre else self.feedforward_norm(x + self.feedforward(x))
         return x if after is None else (x, after)

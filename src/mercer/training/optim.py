@@ -26,10 +26,12 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay applies: matrices, but not gains and shifts, which are vectors even where each channel has
-    one of its own, and not a kernel's learned map, which 0 would make constant: all pairs of tokens equally similar.
+    one of its own, not T5's biases by distance, and not a kernel's learned map, which 0 would make constant: all pairs
+    of tokens equally similar.
     """
     path = name.split(".")
-    return parameter.ndim >= 2 and path[-1] not in ("gain", "shift") and "kernel_tensors" not in path
+    kept = path[-1] in ("gain", "shift") or "kernel_tensors" in path or path[-2:] == ["relative", "weight"]
+    return parameter.ndim >= 2 and not kept
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[torch.optim.AdamW, str]:
