@@ -74,7 +74,7 @@ def test_an_exchange_is_chosen_and_explained():
     assert "state exchange" in str(chosen)
     only = plan(*shapes, sharding=long, structure=Causal())
     assert only.exchange == "ring"
-    assert "Exp() has no finite feature map" in only.reason
+    assert "Exp() has no finite feature map: use exchange='ring'" in only.reason
     windowed = plan(*shapes, sharding=long, kernel=Taylor(2), normalizer=L2(), structure=Window.last(8))
     assert windowed.exchange == "ring"
 

@@ -14,7 +14,9 @@ state = partial(attention, exchange="state")
 SIZES = (2, 3, 4)
 ORDERS = ("contiguous", "zigzag")
 STRUCTURES = tuple(
-    name for name in cells.STRUCTURES if "window" not in name and name not in ("everything", "alibi", "alibi-padding")
+    name
+    for name in cells.STRUCTURES
+    if not any(part in name for part in ("window", "relative", "everything")) and name not in ("alibi", "alibi-padding")
 )
 """Those that a state can serve."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def _short(text: str, longest: int = LONGEST) -> str:
 def describe(merged: Merged) -> str:
     """A structure's parts with digests of the numbers that must be the same everywhere; shards of tensors are not."""
     parts = [f"Window({merged.left}, {merged.right})"]
+    parts += [re.sub(" at 0x[0-9a-f]+", "", str(pattern)) for pattern in merged.patterns]  # addresses of functions
     if merged.documents is not None:
         parts.append(f"Documents({_digest(merged.documents.offsets)})")
     if merged.padding is not None:
@@ -74,6 +76,8 @@ def describe(merged: Merged) -> str:
         parts.append("Padding(mask)" if lengths is None else f"Padding({_digest(lengths)})")
     if merged.alibi is not None:
         parts.append(f"Alibi({_digest(merged.alibi.slopes)})")
+    if merged.relative is not None:
+        parts.append(f"{merged.relative} ({_digest(merged.relative.table)})")
     if merged.decay is not None:
         parts.append(_decay(merged.decay))
     return " & ".join(parts)

@@ -177,8 +177,9 @@ class Tiled:
             into.asked,
         )
         into.query[:, :, at].add_(found.query)
-        totals.key[:, :, of].add_(found.key)
-        totals.value[:, :, of].add_(found.value)
+        for total, grad in ((totals.key, found.key), (totals.value, found.value)):
+            heads = total.shape[1]
+            total[:, :, of].add_(grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2))
         if into.slopes is not None and found.slopes is not None:
             into.slopes.add_(found.slopes)
         if into.query_log is not None and found.query_log is not None:
@@ -190,6 +191,9 @@ class Tiled:
         dtype = queries.query.dtype
         sides = (queries.query, block.queries), (keys.key, block.keys), (keys.value, block.keys)
         query, key, value = (x[:, :, at].to(dtype).contiguous() for x, at in sides)
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and any(p.per_head for p in self.scene.patterns):  # each query head needs keys of its own
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return query, key, value
 
 
@@ -210,6 +214,8 @@ class Fused:
             and normalizer.scale_invariant
             and normalizer.takes_divided_rows
             and merged.decay is None
+            and merged.relative is None
+            and not merged.patterns
             and not (slopes is not None and slopes.requires_grad and torch.is_grad_enabled())
             and query.device.type == "cpu"
             and query.dtype != torch.float64

@@ -15,13 +15,14 @@ from mercer.distributed.ring import ring
 from mercer.distributed.scene import Scene
 from mercer.distributed.sums import cumulative, whole_mask
 from mercer.forms.call import blank
+from mercer.forms.sparse import counts
 
 
 def ring_rows(made: Request, link: Link, backend: str, overlap: bool) -> Tensor:
     """The output of this process's queries, ``[B, Hq, size, Dv]``."""
     sharding, merged = made.sharding, made.merged
     valid = real(made, link)
-    scene = Scene.of(merged, sharding, valid)
+    scene = Scene.of(merged, sharding, valid, made.query.shape[0], made.query.shape[1])
     at = sharding.positions(link.rank, made.query.device)
     own = None if valid is None else valid[:, at]
     query_valid = own if merged.ordered else merged.padding.queries if merged.padding is not None else None
@@ -32,13 +33,17 @@ def ring_rows(made: Request, link: Link, backend: str, overlap: bool) -> Tensor:
         if not made.keeps_keys:
             key = made.kernel.scaled_key(key.to(made.precision), made.scale)
     place = at.unsqueeze(0) if scene.position is None else scene.position[:, at]
-    logs = (None if merged.alibi is None else merged.alibi.slopes, *_logs(made, link, own, place))
+    logs = (made.slopes, *_logs(made, link, own, place))
     numerator, denominator, factor = ring(query, key, value, logs, engine, link, made.precision, overlap)
     divisor: Tensor | None = denominator if made.normalizer.needs_denominator else None
     if isinstance(engine, Fused) and type(made.normalizer) is Sum:
         divisor = None  # rows are divided already, and their gradients go through that
     if made.normalizer.needs_count:
-        divisor = _counts(scene, place, query_valid, at, numerator.dtype)
+        divisor = (
+            _shown(scene, link.rank, at.device, numerator.dtype)
+            if scene.patterns
+            else _counts(scene, place, query_valid, at, numerator.dtype)
+        )
     return finish(made, numerator, divisor, factor, query_valid)
 
 
@@ -92,3 +97,12 @@ def _counts(scene: Scene, place: Tensor, query_valid: Tensor | None, at: Tensor,
     if query_valid is not None:
         count = count.masked_fill(~query_valid, 0)
     return count.unsqueeze(1).to(dtype)
+
+
+def _shown(scene: Scene, rank: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The same under patterns, ``[b, h, size]``: by asking them about the keys of every process."""
+    total = torch.zeros(scene.rows, scene.heads, scene.sharding.size(rank), dtype=dtype, device=device)
+    for source in range(scene.sharding.processes):
+        for block in scene.blocks(rank, source):
+            total[:, :, block.queries].add_(counts(scene.layout(block, None, None, None, device), dtype))
+    return total

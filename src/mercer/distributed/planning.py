@@ -15,7 +15,7 @@ from mercer.distributed.blocks import Fused
 from mercer.distributed.chain import stops
 from mercer.distributed.request import Request
 from mercer.distributed.scene import Scene
-from mercer.errors import InvalidArgument, MercerError, Unsupported
+from mercer.errors import InvalidArgument, Unsupported
 from mercer.planning import duration
 
 EXCHANGES = ("ring", "state")
@@ -32,8 +32,8 @@ class Plan:
         backend: what computes with them: ``"torch"`` or ``"numba"``; of ``"state"``, what each process's own plan says.
         forward_bytes: what each process sends in the forward pass, by rank.
         backward_bytes: what each sends in the backward pass, if there is one.
-        pairs: visible query-key pairs of each process, batch and heads not counted; with padding, those that would be
-            visible without it. What the ring balances.
+        pairs: visible query-key pairs of each process, batch and heads not counted; with padding or patterns, those
+            that would be visible without. What the ring balances.
         seconds: how long the slowest process should take, sending included, on the machine in use
             (:func:`mercer.use_machine`) and at :data:`BANDWIDTH`.
         reason: why this exchange.
@@ -58,7 +58,7 @@ class Plan:
 
 def scene_of(made: Request) -> Scene:
     """The scene without its masks: enough to tell who needs whose keys."""
-    return Scene.of(made.merged, made.sharding, None)
+    return Scene.of(made.merged, made.sharding, None, made.query.shape[0], made.query.shape[1])
 
 
 def choose(made: Request, exchange: str, backend: str) -> Plan:
@@ -69,12 +69,13 @@ def choose(made: Request, exchange: str, backend: str) -> Plan:
         raise InvalidArgument(f"backend must be 'auto', 'torch' or 'numba', not {backend!r}.")
     asked = EXCHANGES if exchange == "auto" else (exchange,)
     found: dict[str, Plan] = {}
-    refused: list[MercerError] = []
+    refused: list[Unsupported] = []
     for name in asked:
         try:
             found[name] = _ring(made, backend) if name == "ring" else _state(made, backend)
         except Unsupported as why:
-            refused.append(why)
+            text = str(why).replace("path='pairs'", "exchange='ring'").replace("path='features'", "exchange='state'")
+            refused.append(Unsupported(text))
     if not found:
         raise refused[0]
     if exchange != "auto":
@@ -177,6 +178,8 @@ def ring_bytes(made: Request) -> tuple[int, int]:
 
 def _state(made: Request, backend: str) -> Plan:
     sharding, merged = made.sharding, made.merged
+    if merged.patterns:
+        raise Unsupported(f"A state cannot tell which of its keys {merged.patterns[0]} hides: use exchange='ring'.")
     alone = _own_plan(made, "features", backend)
     scene = scene_of(made)
     nbytes = state_bytes(made)

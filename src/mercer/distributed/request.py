@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.structures import Both, Decay, Full, Merged, Padding, Structure, Window, merge
 from mercer.distributed.sharding import Sharding
 from mercer.errors import InvalidArgument, NonFinite, Unsupported
+
+KNOWN = {"left", "right", "patterns", "padding", "documents", "alibi", "relative", "decay"}
+"""The parts of a merged structure that this package knows of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,14 @@ class Request:
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     @property
+    def slopes(self) -> Tensor | None:
+        """Slopes of the distance ``[Hq]``, or log-weights by distance ``[Hq, n]``, as a layout takes them."""
+        if self.merged.relative is None:
+            return None if self.merged.alibi is None else self.merged.alibi.slopes
+        table = self.merged.relative.table
+        return table.to(torch.promote_types(table.dtype, torch.float32))
+
+    @property
     def keeps_keys(self) -> bool:
         """Whether the kernel does nothing to keys before the product, so that they travel in their own dtype."""
         kind = type(self.kernel)
@@ -51,8 +62,8 @@ class Request:
     def wants_gradient(self) -> bool:
         """Whether a backward pass may come, in which every process has to take part."""
         tensors = [self.query, self.key, self.value, *self.kernel.tensors().values()]
-        if self.merged.alibi is not None:
-            tensors.append(self.merged.alibi.slopes)
+        if self.slopes is not None:
+            tensors.append(self.slopes)
         if self.merged.decay is not None:
             tensors += [x for x in (self.merged.decay.rate, self.merged.decay.log_rate) if x is not None]
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -69,8 +80,7 @@ class Request:
         if valid is not None and merged.padding is not None:
             queries = merged.padding.queries
             parts.append(Padding(valid[:, tokens], queries=None if queries is None else queries[:, tokens]))
-        if merged.alibi is not None:
-            parts.append(merged.alibi)
+        parts += [part for part in (merged.alibi, merged.relative) if part is not None]
         if merged.decay is not None:
             parts.append(_rates(merged.decay, lambda x: x[..., tokens]))
         return Both(tuple(parts))
@@ -118,6 +128,16 @@ def request(
             )
     if isinstance(made.kernel, Mixed):
         raise Unsupported(f"{made.kernel} is not computed over several processes: use one of its two kernels.")
+    for part in fields(merged):
+        if part.name not in KNOWN and getattr(merged, part.name):
+            raise Unsupported(
+                f"{getattr(merged, part.name)} is not computed over several processes: leave it out, or use one."
+            )
+    if merged.patterns and merged.padding is not None:
+        raise Unsupported(
+            f"{merged.patterns[0]} with Padding is not computed over several processes: leave the padding out, or pack "
+            "sequences as Documents."
+        )
     _padding(made, size)
     decay = merged.decay
     if decay is not None and decay.per_token and decay.logs().shape[::2] != (query.shape[0], size):
@@ -125,8 +145,6 @@ def request(
             f"Decay: rates per token are those of a process's own tokens, [{query.shape[0]}, heads, {size}], not "
             f"{list(decay.logs().shape)}."
         )
-    if merged.relative is not None:
-        raise Unsupported(f"{merged.relative} is not computed over several processes: use Alibi, or one process.")
     if merged.documents is not None:
         merged.documents.bounds(sharding.length)
     made.normalizer.check(query.shape[0], query.shape[1], size, value.shape[-1])

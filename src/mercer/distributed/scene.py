@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mercer.core.layout import Layout
-from mercer.core.structures import Merged
+from mercer.core.structures import Merged, Pattern, intersection
 from mercer.distributed.sharding import Sharding
 
 
@@ -28,12 +28,14 @@ class Block:
     Attributes:
         queries, keys: where they stand among the tokens that their processes hold.
         first_query, first_key: where their first ones stand in the sequence.
+        document: the tokens of the document that they are in, first and behind the last.
     """
 
     queries: slice
     keys: slice
     first_query: int
     first_key: int
+    document: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,9 @@ class Scene:
     Attributes:
         sharding: who holds what.
         left, right: the band of visible distances, None for no limit.
+        before: the distance of the first entry of log-weights by distance.
+        patterns: what must show a pair beside the band.
+        rows, heads: batch rows and query heads, for patterns that differ in them.
         bounds: where documents begin, from 0 to the length; one document if nothing was said.
         padded: whether some tokens may not be real.
         valid: which tokens of the whole sequence are real, ``[B, length]``, or None for all.
@@ -52,18 +57,39 @@ class Scene:
     sharding: Sharding
     left: int | None
     right: int | None
+    before: int
+    patterns: tuple[Pattern, ...]
+    rows: int
+    heads: int
     bounds: list[int]
     padded: bool
     valid: Tensor | None
     ordered: bool
 
     @staticmethod
-    def of(merged: Merged, sharding: Sharding, valid: Tensor | None) -> Scene:
+    def of(merged: Merged, sharding: Sharding, valid: Tensor | None, rows: int, heads: int) -> Scene:
         """The scene of a merged structure; ``valid`` as the attribute, or None where only its places are asked for."""
         length = sharding.length
         bounds = [0, length] if merged.documents is None else merged.documents.bounds(length)
-        padded = merged.padding is not None
-        return Scene(sharding, merged.left, merged.right, bounds, padded, valid, merged.ordered)
+        patterns = merged.patterns
+        if patterns:
+            if merged.documents is not None:
+                patterns = tuple(p.in_documents() for p in patterns)
+            places = torch.arange(length).unsqueeze(0)
+            patterns = tuple(p.laid(places, None) for p in patterns)
+        return Scene(
+            sharding=sharding,
+            left=merged.left,
+            right=merged.right,
+            before=0 if merged.relative is None else merged.relative.before,
+            patterns=patterns,
+            rows=rows,
+            heads=heads,
+            bounds=bounds,
+            padded=merged.padding is not None,
+            valid=valid,
+            ordered=merged.ordered,
+        )
 
     @cached_property
     def position(self) -> Tensor | None:
@@ -82,9 +108,9 @@ class Scene:
                 for start, stop in self._documents(max(query, key), min(stop_query, stop_key)):
                     q, q_stop = max(query, start), min(stop_query, stop)
                     k, k_stop = max(key, start), min(stop_key, stop)
-                    if q < q_stop and k < k_stop and self._sees(q, q_stop, k, k_stop):
+                    if q < q_stop and k < k_stop and self._sees(q - start, q_stop - start, k - start, k_stop - start):
                         at, of = before_query + q - query, before_key + k - key
-                        yield Block(slice(at, at + q_stop - q), slice(of, of + k_stop - k), q, k)
+                        yield Block(slice(at, at + q_stop - q), slice(of, of + k_stop - k), q, k, (start, stop))
                 before_key += stop_key - key
             before_query += stop_query - query
 
@@ -100,7 +126,13 @@ class Scene:
         if self.padded:  # it brings tokens closer together: only their order can be told from their places
             return self.right != 0 or key < stop_query
         ahead = self.right is None or key < stop_query + self.right
-        return ahead and (self.left is None or stop_key > query - self.left)
+        if not (ahead and (self.left is None or stop_key > query - self.left)):
+            return False
+        spans = (query, stop_query - 1), (key, stop_key - 1)
+        return not self.patterns or any(
+            all(pattern.decides(*spans) is not False for pattern in together)
+            for together in intersection(self.patterns)
+        )
 
     def needs(self, rank: int, source: int) -> bool:
         """Whether a process has to look at the keys of another one."""
@@ -117,7 +149,7 @@ class Scene:
         return max((hop for hop in range(1, size) if self.needs((source + hop) % size, source)), default=0)
 
     def pairs(self, block: Block) -> int:
-        """Visible pairs of a block; with padding, those that would be visible without."""
+        """Visible pairs of a block; with padding or patterns, those that would be visible without."""
         count = block.queries.stop - block.queries.start
         query = np.arange(block.first_query, block.first_query + count)
         first, stop = block.first_key, block.first_key + block.keys.stop - block.keys.start
@@ -141,8 +173,9 @@ class Scene:
             query_position, key_position = self.position[:, q], self.position[:, k]
             query_valid, key_valid = self.valid[:, q] if self.ordered else None, self.valid[:, k]
         else:
-            query_position = torch.arange(q.start, q.stop, device=device).unsqueeze(0)
-            key_position = torch.arange(k.start, k.stop, device=device).unsqueeze(0)
+            start = block.document[0]
+            query_position = torch.arange(q.start - start, q.stop - start, device=device).unsqueeze(0)
+            key_position = torch.arange(k.start - start, k.stop - start, device=device).unsqueeze(0)
         return Layout(
             query_position=query_position,
             key_position=key_position,
@@ -156,4 +189,10 @@ class Scene:
             query_log=None if query_log is None else query_log[..., block.queries],
             key_log=None if key_log is None else key_log[..., block.keys],
             offset=block.first_query - block.first_key if self.valid is None else None,
+            patterns=self.patterns,
+            weighing=tuple(p for p in self.patterns if p.weighs),
+            total=torch.tensor([[block.document[1] - block.document[0]]], device=device) if self.patterns else None,
+            batch=self.rows,
+            heads=self.heads,
+            before=self.before,
         )
