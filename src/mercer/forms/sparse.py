@@ -39,6 +39,10 @@ def sparse(
 
 def counts(layout: Layout, dtype: torch.dtype) -> Tensor:
     """How many keys each query sees, ``[b, h, Lq]``: the sums of weights of 1, which is what Taylor(0) gives."""
+    if layout.query_document is not None:  # of the dense form alone: others run documents apart
+        seen = layout.visible(slice(0, layout.query_length), slice(0, layout.key_length))
+        assert seen is not None
+        return seen.sum(-1).to(dtype)
     layout = replace(layout, slopes=None, query_log=None, key_log=None, weighing=())
     layout, to_query, _ = compact(layout)
     heads = layout.heads if any(p.per_head or p.asks for p in layout.patterns) else 1
