@@ -272,7 +272,7 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         "cpu" if query.device.type == "meta" else query.device.type,
         isinstance(cache, CacheState) and cache.valid is not None,
         torch.is_grad_enabled() and _wants_gradient(query, key, value, state, kernel),
-        query.dtype == torch.bfloat16,
+        bfloat16=query.dtype == torch.bfloat16,
     )
 
 

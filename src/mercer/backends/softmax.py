@@ -31,9 +31,12 @@ WIDEST = 256
 """Largest head dimension: up to it a block of keys and values and what is made of it fit the nearest caches."""
 LEAST_PAIRS = 1 << 20
 """Query-key pairs over all heads below which the kernels' start is not worth while (about a millisecond of work)."""
-LANES, CHUNK, ITEMS, SHORTEST = 16, 16, 16, 32
-"""Tokens of a tile; most tiles of queries in an item of the forward pass; items that the backward pass makes if it
-can, by splitting the keys of a head into runs of at least so many tiles."""
+LANES, CHUNK = 16, 16
+"""Tokens of a tile; most tiles of queries in an item of the forward pass."""
+RUNS = ((8, 32), (32, 128))
+"""Items that the backward pass makes if it can by splitting the keys of a head, and tiles that are left in each run at
+least: gradients of queries are written and read once more for each run, which short ones are only worth where threads
+would idle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +311,7 @@ class _Pass:
         self.put(at.LOG_SUM, log_sum.float().contiguous())
         if grad_log_sum is not None:
             self.put(at.LOG_UPSTREAM, grad_log_sum.float().contiguous())
-        splits = max(1, min(-(-ITEMS // (batch * heads)), key_tiles // SHORTEST))
+        splits = max(1, *(min(-(-items // (batch * heads)), key_tiles // tiles) for items, tiles in RUNS))
         split = -(-key_tiles // splits)
         splits = -(-key_tiles // split)
         self.sizes[at.SPLIT], self.sizes[at.SPLITS] = split, splits

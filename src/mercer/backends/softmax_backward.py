@@ -85,7 +85,7 @@ from mercer.backends.softmax_vectors import (
 
 F = np.float32
 LOG2E = math.log2(math.e)
-TOGETHER = 64
+TOGETHER = 32
 """Tiles of 16 queries that are packed and pass all keys of the run before the next ones: they fit the second cache."""
 
 

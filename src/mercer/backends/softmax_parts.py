@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from mercer.backends.microkernels import LANES, ROW, load_row, splat, store
-from mercer.backends.softmax_vectors import get_whole, pack_across, pack_along
+from mercer.backends.softmax_vectors import get_whole, pack_across, pack_along, pack_halves
 
 F = np.float32
 BLOCK = 8
@@ -22,6 +22,10 @@ def pack(
     """
     size, per = 2 if half else 4, LANES // 2 if narrow else LANES
     for first in range(0, width, LANES):
+        if narrow and half and rows == LANES and width - first >= LANES:
+            to = across + first // LANES * per * ROW if across else 0
+            pack_halves(at + first * size, stride, to, along + first // LANES * panel if along else 0)
+            continue
         for r in range(LANES):
             x = splat(F(0))
             if r < rows:

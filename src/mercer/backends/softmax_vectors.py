@@ -83,7 +83,7 @@ class _BFloat(ir.types.Type):
 # LLVM took the operands as words before it had bfloat in x86's instructions.
 _OLD = llvm.llvm_version_info[0] < 17
 PAIRS = WORDS if _OLD else ir.VectorType(_BFloat(), 2 * LANES)
-SHORTS = ir.VectorType(I16, 2 * LANES)
+SHORTS, EIGHT = ir.VectorType(I16, 2 * LANES), ir.VectorType(I32, LANES // 2)
 
 
 def _call(b: Any, name: str, result: Any, *arguments: Any) -> Any:
@@ -357,25 +357,26 @@ def get_whole(b: Any, at: Any) -> Any:
 # Packing
 
 
+def _steps_across(b: Any, words: list[Any]) -> list[Any]:
+    """16 rows of 8 words as 8 steps of 16: row r beside row r + 8, and each half turned."""
+    rows = [_shuffle(b, words[r], words[r + 8], list(range(LANES))) for r in range(8)]
+    for s in (4, 2, 1):
+        upper = [lane if not lane & s else LANES + lane - s for lane in range(LANES)]
+        lower = [lane + s if not lane & s else LANES + lane for lane in range(LANES)]
+        for r in range(8):
+            if not r & s:
+                x, y = rows[r], rows[r + s]
+                rows[r], rows[r + s] = _shuffle(b, x, y, upper), _shuffle(b, x, y, lower)
+    return rows
+
+
 @_primitive(types.void, whole, address, address)
 def pack_across(b: Any, narrow: Any, tile: Any, out: Any) -> None:
     """16 rows of 16 floats as the steps of a product over the 16: out[step] has an element of each row."""
     rows = [_load(b, tile, r * ROW) for r in range(LANES)]
 
     def emit(b: Any, flag: bool) -> list[Any]:
-        if not flag:
-            turned = _turn(b, list(rows))
-        else:  # 8 words of row r beside 8 words of row r + 8, and each half turned
-            kind, both = ir.VectorType(I32, LANES // 2), list(range(LANES))
-            words = [b.bitcast(_halves(b, x), kind) for x in rows]
-            turned = [_shuffle(b, words[r], words[r + 8], both) for r in range(8)]
-            for s in (4, 2, 1):
-                upper = [lane if not lane & s else LANES + lane - s for lane in range(LANES)]
-                lower = [lane + s if not lane & s else LANES + lane for lane in range(LANES)]
-                for r in range(8):
-                    if not r & s:
-                        x, y = turned[r], turned[r + s]
-                        turned[r], turned[r + s] = _shuffle(b, x, y, upper), _shuffle(b, x, y, lower)
+        turned = _steps_across(b, [b.bitcast(_halves(b, x), EIGHT) for x in rows]) if flag else _turn(b, list(rows))
         for i, x in enumerate(turned):
             _store(b, x, out, i * ROW)
         return []
@@ -395,3 +396,19 @@ def pack_along(b: Any, narrow: Any, tile: Any, out: Any) -> None:
         return []
 
     _either(b, narrow, emit)
+
+
+@_primitive(types.void, address, whole, address, address)
+def pack_halves(b: Any, at: Any, stride: Any, across: Any, along: Any) -> None:
+    """16 bfloat16 of 16 rows of a tensor as narrow steps, as `pack_across` and `pack_along` make them; not where 0."""
+    rows = []
+    for _ in range(LANES):
+        rows.append(_load(b, at, 0, HALVES, 2))
+        at = b.add(at, stride)
+    with b.if_then(b.icmp_signed("!=", across, I64(0))):
+        for i, x in enumerate(_steps_across(b, [b.bitcast(x, EIGHT) for x in rows])):
+            _store(b, x, across, i * ROW)
+    with b.if_then(b.icmp_signed("!=", along, I64(0))):
+        lanes = ir.Constant(ir.VectorType(I32, 2 * LANES), [i // 2 + LANES * (i % 2) for i in range(2 * LANES)])
+        for r in range(0, LANES, 2):
+            _store(b, b.shuffle_vector(rows[r], rows[r + 1], lanes), along, r // 2 * ROW, 2)
