@@ -219,3 +219,13 @@ def test_any_composition_equals_the_dense_form(pattern, keys, missing, padded, r
         pattern = pattern & Padding(mask=valid)
     dense = attention(query, key, value, structure=pattern, form="dense")
     close(attention(query, key, value, structure=pattern, form="chunked"), dense)
+
+
+@pytest.mark.parametrize("structure", [Fixed(4, 1), Strided(4), Window(2, 2) | Global((0, 5))], ids=str)
+def test_documents_are_counted_apart_in_every_form(structure):
+    """What a query sees of its own document is what ``Length`` divides by."""
+    query, key, value = torch.randn(3, 1, 2, LENGTH, DIM, dtype=torch.float64)
+    packed = structure & Documents(torch.tensor([0, 6, 14, LENGTH]))
+    expected = reference_attention(query, key, value, kernel=Exp(), normalizer=Length(), structure=packed)
+    for form in ("dense", "chunked"):
+        close(attention(query, key, value, normalizer=Length(), structure=packed, form=form), expected)
