@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mercer.core.bigbird import BigBird
 from mercer.core.kernels import Elu
 from mercer.core.normalizers import L2
+from mercer.core.patterns import Strided
 from mercer.core.state import CacheState, FeatureState
-from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
+from mercer.core.structures import Causal, Documents, Full, Padding, RelativeBias, Structure, Window
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.nn import Attention, DynamicNTK, LongRoPE, Rotary
 from mercer.ops import attention
@@ -168,6 +170,23 @@ def test_a_gate_goes_with_its_row():
 
     attn, x = layer(DYNAMIC, normalizer=SigmoidGate()), tokens(11)
     same(steps(attn, x, range(1, 11))[0], attn(x))
+
+
+@pytest.mark.parametrize("scaling", [WHOLE[0], DYNAMIC], ids=str)
+def test_patterns_and_biases_go_with_it(scaling):
+    x, bias = tokens(14), RelativeBias(torch.randn(HEADS, 5, dtype=torch.float64))
+    structure = Causal() & Strided(3) & bias
+    attn = layer(scaling, structure=structure)
+    lengths = list(range(1, 15)) if scaling.per_token else [14] * 14
+    same(attn(x), by_hand(attn, x, lengths, structure))
+    out, _ = steps(attn, x, (5, 6, 9))
+    same(out[:, 9:], attn(x)[:, 9:])
+
+
+def test_patterns_that_depend_on_the_length_are_not_cut():
+    attn, x = layer(DYNAMIC, structure=Causal() & BigBird(2, random=1)), tokens(14)
+    with pytest.raises(Unsupported, match="depends on the length; use per_token=False"):
+        attn(x)
 
 
 def test_states_that_cannot_be_turned_anew_are_refused():

@@ -133,11 +133,15 @@ def _orders_tokens(scaling: LengthScaling, structure: Structure, documents: Docu
             f"{scaling} with per_token=True serves one sequence a row: pad the documents instead of packing them, or "
             "use per_token=False."
         )
-    if not merge(structure).causal:
+    merged = merge(structure)
+    if not merged.causal:
         raise Unsupported(
             f"{scaling} with per_token=True counts the tokens up to each query, so it needs a causal structure; use "
             "per_token=False for others."
         )
+    for pattern in merged.patterns:
+        if pattern.ends is not None:  # queries are computed some at a time, before the rest of the keys is there
+            raise Unsupported(f"{scaling} with per_token=True: {pattern} {pattern.ends}; use per_token=False.")
 
 
 def _totals(
