@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from numbers import Real
 from typing import Literal, overload
@@ -16,7 +17,7 @@ from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import CacheState, FeatureState, MixedState, State
 from mercer.core.structures import Full, Merged, Structure, merge
 from mercer.core.support import Sizes, sums_weights
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, Unsupported
 from mercer.forms import packed
 from mercer.forms.call import Call
 from mercer.forms.run import run
@@ -37,6 +38,7 @@ def attention(
     scale: float | None = None,
     state: State | None = None,
     return_state: Literal[False] = False,
+    return_lse: Literal[False] = False,
     form: str = "auto",
     path: str = "auto",
     backend: str = "auto",
@@ -53,10 +55,45 @@ def attention(
     scale: float | None = None,
     state: State | None = None,
     return_state: Literal[True],
+    return_lse: Literal[False] = False,
     form: str = "auto",
     path: str = "auto",
     backend: str = "auto",
 ) -> tuple[Tensor, State]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kernel: Kernel | None = None,
+    normalizer: Normalizer | None = None,
+    structure: Structure | None = None,
+    scale: float | None = None,
+    state: State | None = None,
+    return_state: Literal[False] = False,
+    return_lse: Literal[True],
+    form: str = "auto",
+    path: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kernel: Kernel | None = None,
+    normalizer: Normalizer | None = None,
+    structure: Structure | None = None,
+    scale: float | None = None,
+    state: State | None = None,
+    return_state: Literal[True],
+    return_lse: Literal[True],
+    form: str = "auto",
+    path: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, State, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -68,10 +105,11 @@ def attention(
     scale: float | None = None,
     state: State | None = None,
     return_state: bool = False,
+    return_lse: bool = False,
     form: str = "auto",
     path: str = "auto",
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, State]:
+) -> Tensor | tuple[Tensor, State] | tuple[Tensor, Tensor] | tuple[Tensor, State, Tensor]:
     """Attention: a kernel, a normaliser and a structure,
 
         o_i = N( sum_j  w_ij  K(q_i, k_j)  v_j ),
@@ -89,15 +127,17 @@ def attention(
         scale: factor on the inner product; default the kernel's own (``kernel.default_scale(D)``).
         state: what an earlier call returned; its tokens come before this call's.
         return_state: also return the state after this call's tokens.
+        return_lse: also return, last, the log-sum-exp of each row: log sum_j w_ij K(q_i, k_j), ``[B, Hq, Lq]`` in the
+            dtype of the sums, minus infinity where nothing is seen. Differentiable. Needs a kernel that is positive.
         form: ``"auto"``, ``"dense"``, ``"chunked"`` or ``"recurrent"``.
         path: ``"auto"``, ``"pairs"`` or ``"features"``.
         backend: ``"auto"``, ``"torch"``, ``"sdpa"`` or ``"numba"``; the last two serve ``Exp`` in the chunked form by
             pairs, ``"numba"`` also finite kernels by features: chunked, and recurrent where no gradient is wanted.
 
     Returns:
-        ``[B, Hq, Lq, Dv]`` in the dtype of ``query``; with ``return_state`` a pair of it and a
-        :class:`~mercer.State`. Sums are accumulated in float32 (float64 for float64 inputs). A row that sees nothing
-        is zero.
+        ``[B, Hq, Lq, Dv]`` in the dtype of ``query``; with ``return_state`` or ``return_lse`` a tuple of it, the
+        :class:`~mercer.State` and the log-sum-exp, whichever are asked for. Sums are accumulated in float32 (float64
+        for float64 inputs). A row that sees nothing is zero.
 
     Raises:
         InvalidArgument: shapes, dtypes or options that are wrong in themselves.
@@ -106,7 +146,7 @@ def attention(
             are exponentials of numbers too far apart. Looked for on the CPU.
     """
     kernel, normalizer, merged, chosen = _resolve(
-        query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path, backend
+        query, key, value, kernel, normalizer, structure, scale, state, return_state, return_lse, form, path, backend
     )
     normalizer.check(query.shape[0], query.shape[1], query.shape[2], value.shape[-1])
     call = Call(
@@ -122,14 +162,15 @@ def attention(
         chosen.form,
         chosen.path,
         chosen.backend,
-        sums_weights(kernel, normalizer),
+        return_lse or sums_weights(kernel, normalizer),
+        log_sums=return_lse,
     )
     packs = merged.documents is not None and (chosen.form != "dense" or state is not None or return_state)
-    out, after = packed.run_documents(call) if packs else run(call)
+    out, after, log_sum = packed.run_documents(call) if packs else run(call)
     if not return_state:
-        return out
+        return out if log_sum is None else (out, log_sum)
     assert after is not None
-    return out, after
+    return (out, after) if log_sum is None else (out, after, log_sum)
 
 
 def plan(
@@ -143,6 +184,7 @@ def plan(
     scale: float | None = None,
     state: State | None = None,
     return_state: bool = False,
+    return_lse: bool = False,
     form: str = "auto",
     path: str = "auto",
     backend: str = "auto",
@@ -153,9 +195,9 @@ def plan(
     Only shapes, dtypes and devices of the tensors are read, so tensors on the ``meta`` device will do: they are
     planned as on the CPU.
     """
-    return _resolve(query, key, value, kernel, normalizer, structure, scale, state, return_state, form, path, backend)[
-        -1
-    ]
+    return _resolve(
+        query, key, value, kernel, normalizer, structure, scale, state, return_state, return_lse, form, path, backend
+    )[-1]
 
 
 def _resolve(
@@ -168,6 +210,7 @@ def _resolve(
     scale: float | None,
     state: State | None,
     return_state: bool,
+    return_lse: bool,
     form: str,
     path: str,
     backend: str,
@@ -193,6 +236,13 @@ def _resolve(
     merged = merge(structure)
     sizes = _sizes(query, key, value, state, merged, kernel)
     kernel.check(sizes.dim, sizes.query_heads, sizes.key_heads)
+    if return_lse:
+        if not kernel.positive:
+            raise Unsupported(
+                f"return_lse: {kernel} takes negative values, and a sum of such weights may have no logarithm: use a "
+                "positive kernel, such as Exp() or Taylor(2)."
+            )
+        sizes = replace(sizes, log_sums=True)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
     fits = MixedState if isinstance(kernel, Mixed) else FeatureState

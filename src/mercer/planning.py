@@ -128,7 +128,9 @@ def choose(
     if chosen.path == "features":
         block = FUSED_BLOCK if chosen.backend == "numba" else FEATURE_CHUNK
         flops = cost.feature_flops(kernel, merged, sizes, chosen.form, block)
-        state_bytes = cost.feature_state_bytes(kernel, merged, sizes, sums_weights(kernel, normalizer))
+        state_bytes = cost.feature_state_bytes(
+            kernel, merged, sizes, sizes.log_sums or sums_weights(kernel, normalizer)
+        )
     else:
         flops = cost.pair_flops(kernel, merged, sizes)
         state_bytes = cost.cache_bytes(merged, sizes)
@@ -157,7 +159,7 @@ class _Question:
 
     def seconds(self, form: str, path: str, backend: str) -> float:
         """What the machine in use takes for this way of computing."""
-        mass = sums_weights(self.kernel, self.normalizer)
+        mass = self.sizes.log_sums or sums_weights(self.kernel, self.normalizer)
         found = parts(self.kernel, self.merged, self.sizes, form, path, backend, mass, self.stateful)
         return machine_in_use().seconds(found, self.sizes)
 

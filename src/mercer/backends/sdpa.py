@@ -19,7 +19,7 @@ from mercer.core.support import Sizes
 
 def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
     """Whether the fused kernels compute this combination."""
-    if type(kernel) is not Exp or sizes.dim != sizes.value_dim:
+    if type(kernel) is not Exp or sizes.dim != sizes.value_dim or sizes.log_sums:
         return False
     if not normalizer.scale_invariant or not normalizer.takes_divided_rows:
         return False

@@ -39,6 +39,7 @@ class Sizes:
     device: str = "cpu"
     holes: bool = False  # whether the cache also holds keys that are not there (padding)
     trained: bool = False  # whether a gradient is wanted of queries, keys, values, the state or the kernel
+    log_sums: bool = False  # whether the logarithms of the sums of weights are wanted too
     bfloat16: bool = False  # whether they are bfloat16, which some backends multiply as it is
 
 

@@ -34,6 +34,8 @@ class Call:
     """Whether weights are summed too."""
     unnormalized: bool = False
     """Whether rows are wanted before anything is divided, since others are added to them."""
+    log_sums: bool = False
+    """Whether the logarithms of the sums of weights are wanted too."""
 
     @property
     def scale(self) -> float:
@@ -54,12 +56,15 @@ class Rows(NamedTuple):
         denominator: ``[B, Hq, Lq]``, or None if weights are not summed, or are divided by already.
         log_factor: the logarithm of what was taken out of each row, ``[B, Hq, Lq]``, or None.
         state: what the call leaves behind, or None if nobody asked.
+        log_sum: the logarithm of each row's sum of weights, ``[B, Hq, Lq]``, minus infinity where nothing is seen; None
+            where the denominator and the log factor give it.
     """
 
     numerator: Tensor
     denominator: Tensor | None
     log_factor: Tensor | None
     state: State | None
+    log_sum: Tensor | None = None
 
 
 def blank(x: Tensor, valid: Tensor | None) -> Tensor:

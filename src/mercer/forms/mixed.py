@@ -9,6 +9,7 @@ A window counts real tokens, so rows with padding are first packed to the left: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,10 +48,16 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
     if packed is not None:
         back = packed.order.argsort(1)
         back = back[:, max(lead, 0) :]
-        out = Rows(*(None if x is None else _take(x, back) for x in out[:3]), out.state)  # pyright: ignore[reportArgumentType]
+        out = _moved(out, lambda x: _take(x, back))
     if lead < 0:
-        out = Rows(*(None if x is None else _lead(x, -lead) for x in out[:3]), out.state)  # pyright: ignore[reportArgumentType]
+        out = _moved(out, lambda x: _lead(x, -lead))
     return out
+
+
+def _moved(rows: Rows, move: Callable[[Tensor], Tensor]) -> Rows:
+    """The same rows elsewhere."""
+    denominator, factor = (None if x is None else move(x) for x in (rows.denominator, rows.log_factor))
+    return rows._replace(numerator=move(rows.numerator), denominator=denominator, log_factor=factor)
 
 
 def _by_pairs(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> Rows:

@@ -20,7 +20,7 @@ from mercer.forms.call import Call
 from mercer.forms.run import run
 
 
-def run_documents(call: Call) -> tuple[Tensor, State | None]:
+def run_documents(call: Call) -> tuple[Tensor, State | None, Tensor | None]:
     """Compute a call with :class:`~mercer.Documents`, document by document in batches of similar length."""
     assert call.merged.documents is not None
     batch, length = call.query.shape[0], call.query.shape[2]
@@ -31,6 +31,8 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
     bounds = call.merged.documents.bounds(length)
     sizes = [stop - start for start, stop in pairwise(bounds)]
     out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+    dtype = call.precision
+    log_sums = out.new_full(call.query.shape[:3], -torch.inf, dtype=dtype) if call.log_sums else None
     states: dict[int, State] = {}
     after: State | None = None
     for members in _by_length(sizes).values():
@@ -52,18 +54,19 @@ def run_documents(call: Call) -> tuple[Tensor, State | None]:
             merged=_merged(call.merged, Padding(mask=real.repeat(batch, 1)), index, len(members)),
             state=None if call.state is None else call.state.select(entries),
         )
-        result, after = run(part)
-        flat = result.unflatten(0, (batch, len(members))).transpose(1, 2).flatten(2, 3)  # [B, H, N width, Dv]
+        result, after, sums = run(part)
         keep = real.flatten().nonzero().squeeze(-1)
-        out = out.index_copy(2, index[keep], flat.index_select(2, keep))
+        out = _put(out, result, index, keep)
+        log_sums = None if log_sums is None or sums is None else _put(log_sums, sums.to(dtype), index, keep)
         if after is not None:
             states |= {
                 int(entry): after.select(torch.tensor([row], device=device))
                 for row, entry in enumerate(entries.tolist())
             }
     if not call.return_state:
-        return out, None
-    return out, _stack([states[entry] for entry in range(batch * len(sizes))]) if batch else after
+        return out, None, log_sums
+    stacked = _stack([states[entry] for entry in range(batch * len(sizes))]) if batch else after
+    return out, stacked, log_sums
 
 
 def _by_length(sizes: list[int]) -> dict[int, list[int]]:
@@ -78,6 +81,12 @@ def _gather(x: Tensor, index: Tensor, count: int) -> Tensor:
     """``[B, H, L, *] -> [B N, H, width, *]``: ``count`` = N documents, laid side by side in ``index``."""
     part = x.index_select(2, index).unflatten(2, (count, len(index) // count))
     return part.transpose(1, 2).flatten(0, 1)
+
+
+def _put(x: Tensor, rows: Tensor, index: Tensor, keep: Tensor) -> Tensor:
+    """``x`` ``[B, H, L, *]`` with the rows ``[B N, H, width, *]`` of N documents in their places."""
+    flat = rows.unflatten(0, (x.shape[0], -1)).transpose(1, 2).flatten(2, 3)  # [B, H, N width, *]
+    return x.index_copy(2, index[keep], flat.index_select(2, keep))
 
 
 def _merged(merged: Merged, padding: Padding, index: Tensor, count: int) -> Merged:

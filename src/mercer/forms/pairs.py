@@ -30,18 +30,18 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
         every = growth.join((past.keys, past.values), past.spot, key, value, call.return_state)
         key, value = every.keys, every.values
     precision = call.precision
-    denominator = peak = row_factor = None
+    denominator = peak = row_factor = log_sum = None
     decoding = call.backend == "numba" and decodes(call, every)
     view = None  # which only padding makes a step of decoding look at
     if not decoding or not plain(call, own):
         view = layout(call.merged, own, None if past is None else past.past())
     if decoding:
-        numerator, _ = few(call, query, every, view)
+        numerator, log_sum = few(call, query, every, view)
     elif call.backend == "numba":
         assert view is not None
         # Rows are rounded once: here where the normaliser leaves them as they are, after it elsewhere.
         dtype = query.dtype if type(call.normalizer) is Sum else precision
-        numerator, _ = softmax_attention(query, key, value, call.scale, Sight.under(view), dtype)
+        numerator, log_sum = softmax_attention(query, key, value, call.scale, Sight.under(view), dtype)
     else:
         assert view is not None
         mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
@@ -64,7 +64,7 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
     after = cache(call, own, view, every) if call.return_state else None
     if past is not None and not call.return_state:
         growth.leave(every, call.key.shape[2])
-    return Rows(numerator, denominator, peak if row_factor is None else row_factor, after)
+    return Rows(numerator, denominator, peak if row_factor is None else row_factor, after, log_sum)
 
 
 def _checked_cache(call: Call, state: CacheState, key: Tensor, value: Tensor) -> CacheState:

@@ -13,11 +13,11 @@ from mercer.core.mixed import Mixed
 from mercer.core.state import CacheState, State
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.forms import features, mixed, pairs, sparse
-from mercer.forms.call import Call, blank
+from mercer.forms.call import Call, Rows, blank
 
 
-def run(call: Call) -> tuple[Tensor, State | None]:
-    """Compute a call whose documents, if any, the form handles itself."""
+def run(call: Call) -> tuple[Tensor, State | None, Tensor | None]:
+    """Compute a call whose documents, if any, the form handles itself: outputs, a state and log-sums, where asked."""
     kind = call.query.device.type
     if not torch.is_autocast_enabled(kind):
         return _run(call)
@@ -25,7 +25,7 @@ def run(call: Call) -> tuple[Tensor, State | None]:
         return _run(call)
 
 
-def _run(call: Call) -> tuple[Tensor, State | None]:
+def _run(call: Call) -> tuple[Tensor, State | None, Tensor | None]:
     batch, query_heads, query_length, _ = call.query.shape
     key_heads, key_length = call.key.shape[1], call.key.shape[2]
     own = tokens(call.merged, batch, query_heads, key_heads, query_length, key_length, call.query.device)
@@ -33,7 +33,9 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
     key, value = blank(call.key, own.key_valid), blank(call.value, own.key_valid)
     mix = isinstance(call.kernel, Mixed)
     path = mixed if mix else features if call.path == "features" else pairs
-    numerator, denominator, log_factor, after = path.rows(call, own, query, key, value)
+    rows = path.rows(call, own, query, key, value)
+    numerator, denominator, log_factor = rows.numerator, rows.denominator, rows.log_factor
+    log_sum = _log_sum(rows, own) if call.log_sums else None
     if call.mass and log_factor is not None and denominator is not None:
         _vanished(call, own, denominator)
     if call.normalizer.needs_count:
@@ -58,7 +60,18 @@ def _run(call: Call) -> tuple[Tensor, State | None]:
         out.device.type == "cpu" and not torch.compiler.is_compiling() and not math.isfinite(out.detach().sum().item())
     ):  # elsewhere the check would wait for the device
         _explain(call, query, key, value, out)
-    return out, after
+    return out, rows.state, log_sum
+
+
+def _log_sum(rows: Rows, own: Tokens) -> Tensor:
+    """The logarithm of each row's sum of weights, minus infinity where nothing is seen."""
+    found = rows.log_sum
+    if found is None:
+        assert rows.denominator is not None
+        empty = rows.denominator == 0
+        found = rows.denominator.masked_fill(empty, 1).log()
+        found = (found if rows.log_factor is None else found + rows.log_factor).masked_fill(empty, -torch.inf)
+    return found if own.query_valid is None else found.masked_fill(~own.query_valid.unsqueeze(1), -torch.inf)
 
 
 def _shown(call: Call, own: Tokens) -> Tensor:
