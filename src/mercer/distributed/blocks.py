@@ -217,7 +217,7 @@ class Fused:
             and merged.relative is None
             and not merged.patterns
             and not (slopes is not None and slopes.requires_grad and torch.is_grad_enabled())
-            and query.device.type == "cpu"
+            and query.device.type in ("cpu", "meta")  # (planned as on the CPU)
             and query.dtype != torch.float64
             and query.shape[0] > 0
             and max(query.shape[-1], value.shape[-1]) <= softmax.WIDEST
