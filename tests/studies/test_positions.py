@@ -236,7 +236,7 @@ def one_by_one(model: DecoderLM, row: torch.Tensor, first: int, at: int) -> floa
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "sinusoidal", "rotary", "rotary+yarn", "rotary+ntk", "rotary+linear", "alibi"]
+    "name", ["none", "sinusoidal", "rotary", "rotary+yarn", "rotary+ntk", "rotary+linear", "alibi", "t5"]
 )
 def test_a_bucket_is_the_mean_of_what_each_token_loses_given_all_before_it(name: str) -> None:
     model, arm = model_of(name.partition("+")[0], name.removeprefix(name.partition("+")[0]))

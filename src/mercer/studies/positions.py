@@ -48,6 +48,7 @@ ARMS = (
     "rotary+yarn",
     "rotary+window",
     "alibi",
+    "t5",
 )
 
 
