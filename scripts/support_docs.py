@@ -12,7 +12,7 @@ from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Merged, Padding, Structure, Window, merge
+from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Merged, Padding, RelativeBias, Structure, Window, merge
 from mercer.core.support import FORMS, PATHS, unsupported
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
@@ -52,6 +52,8 @@ STRUCTURES: dict[str, Structure] = {
     "`Alibi`": Alibi(_ONE),
     "`Causal & Alibi`": Causal() & Alibi(_ONE),
     "`Causal & Decay`": Causal() & Decay(_ONE),
+    "`RelativeBias`": RelativeBias(_ONE.unsqueeze(0)),
+    "`Causal & RelativeBias`": Causal() & RelativeBias(_ONE.unsqueeze(0)),
 }
 
 

@@ -9,7 +9,16 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/architecture.md", "docs/advise.md", "docs/normalizers.md", "docs/states.md"]
+    "page",
+    [
+        "README.md",
+        "docs/architecture.md",
+        "docs/advise.md",
+        "docs/distributed.md",
+        "docs/normalizers.md",
+        "docs/positions.md",
+        "docs/states.md",
+    ],
 )
 def test_the_code_of_a_page_runs(page: str):
     run_blocks(page)
