@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mercer.core.mixed import Mixed
     from mercer.core.names import attention_name, parse_attention
     from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+    from mercer.core.pairwise import Bias, Mask
     from mercer.core.patterns import (
         Blocks,
         Columns,
@@ -70,6 +71,7 @@ _HOMES = {
     "mercer.core.feature_maps": ("Dpfp", "ExpFeatures"),
     "mercer.core.feature_variance": ("feature_mean", "feature_variance"),
     "mercer.core.learned_maps": ("Hedgehog", "MlpFeatures", "matching_loss"),
+    "mercer.core.pairwise": ("Bias", "Mask"),
     "mercer.core.patterns": (
         "Blocks",
         "Columns",
@@ -122,6 +124,7 @@ __all__ = [
     "Alibi",
     "ApproximationError",
     "AssociativeMemory",
+    "Bias",
     "BigBird",
     "Blocks",
     "CacheState",
@@ -150,6 +153,7 @@ __all__ = [
     "Length",
     "Longformer",
     "Machine",
+    "Mask",
     "MercerError",
     "Mixed",
     "MixedState",

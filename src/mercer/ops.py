@@ -307,6 +307,18 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
             f"RelativeBias: table must be [{query_heads}, distances], one row per query head, not "
             f"{list(merged.relative.table.shape)}."
         )
+    shape = (batch, query_heads, query_length, key_length)
+    for part in merged.pairwise:
+        given = part.tensor
+        if (
+            any(n not in (1, m) for n, m in zip(given.shape[:2], shape[:2], strict=True))
+            or given.shape[2:] != shape[2:]
+        ):
+            raise InvalidArgument(
+                f"{part}: the tensor must be {list(shape)}, batch and heads also 1, not {list(given.shape)}."
+            )
+        if given.device != query.device:
+            raise InvalidArgument(f"{part}: the tensor is on {given.device}, but query is on {query.device}.")
     accumulator = 8 if query.dtype == torch.float64 else 4
     return Sizes(
         batch,

@@ -44,6 +44,7 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
         and merged.relative is None
         and merged.documents is None
         and not merged.patterns
+        and not merged.pairwise
         and not (slopes is not None and torch.is_grad_enabled() and slopes.requires_grad)
         and few(sizes)
         and sizes.key_length + sizes.past_length > 0

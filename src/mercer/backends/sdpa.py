@@ -25,6 +25,7 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
         return False
     if (
         merged.patterns
+        or merged.pairwise
         or merged.left is not None
         or merged.weighted
         or merged.padding is not None

@@ -109,6 +109,7 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
         and merged.decay is None
         and merged.relative is None
         and not merged.patterns
+        and not merged.pairwise
         and not (slopes is not None and slopes.requires_grad and torch.is_grad_enabled())
         and sizes.query_length > 0
         and sizes.key_length + sizes.past_length > 0

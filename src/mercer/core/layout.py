@@ -74,6 +74,10 @@ class Layout:
     heads: int = 1
     before: int = 0
     """The distance of the first entry of log-weights by distance."""
+    pair_mask: Tensor | None = None
+    """Which pairs are visible, ``[b, h, Lq, Lk]``, beside all else."""
+    pair_log: Tensor | None = None
+    """Log-weights of pairs, ``[b, h, Lq, Lk]``, added to all else."""
 
     @property
     def query_length(self) -> int:
@@ -117,8 +121,11 @@ class Layout:
         ``rows`` and ``heads`` select batch entries and query heads. ``shown`` and ``hidden`` replace the patterns and
         the band by some of their alternatives, less others.
         """
-        patterned = bool(self.patterns) or shown is not None
-        if self.offset is not None and self.query_document is None and not patterned:
+        patterned, given = (
+            bool(self.patterns) or shown is not None,
+            self.given(self.pair_mask, queries, keys, rows, heads),
+        )
+        if self.offset is not None and self.query_document is None and not patterned and given is None:
             assert isinstance(queries, slice)
             assert isinstance(keys, slice)
             first, last = self.offset + queries.start, self.offset + queries.stop - 1
@@ -151,7 +158,11 @@ class Layout:
             if hidden:
                 seen = seen & ~union(hidden, place)
             mask = seen if mask is None else mask & seen
-        return mask
+        return mask if given is None else given if mask is None else mask & given
+
+    def given(self, pairs: Tensor | None, queries: Index, keys: Index, rows: slice, heads: slice) -> Tensor | None:
+        """A tile ``[b, h, Lq', Lk']`` of what is said pair by pair."""
+        return None if pairs is None else _heads(_rows(pairs, rows), heads)[:, :, queries][..., keys]
 
     def place(self, queries: Index, keys: Index, rows: slice = slice(None), heads: slice = slice(None)) -> Place:
         """Where the queries and keys of a tile stand."""
@@ -197,6 +208,9 @@ class Layout:
             weight = pattern.log_weight(self.place(queries, keys, rows, heads))
             if weight is not None:
                 total = weight.to(dtype) if total is None else total + weight.to(dtype)
+        given = self.given(self.pair_log, queries, keys, rows, heads)
+        if given is not None:
+            total = given.to(dtype, copy=True) if total is None else total + given.to(dtype)
         return total
 
 
@@ -309,6 +323,8 @@ def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
         batch=own.batch,
         heads=own.heads,
         before=0 if merged.relative is None else merged.relative.before,
+        pair_mask=None if merged.mask is None else merged.mask.tensor,
+        pair_log=None if merged.bias is None else merged.bias.tensor,
     )
 
 
@@ -329,9 +345,15 @@ def _totals(merged: Merged, own: Tokens, past: PastKeys | None) -> Tensor:
     return total if past is None else total + past.count.unsqueeze(1)
 
 
-def with_weights(plan: Layout, slopes: Tensor | None, query_log: Tensor | None, key_log: Tensor | None) -> Layout:
+def with_weights(
+    plan: Layout,
+    slopes: Tensor | None,
+    query_log: Tensor | None,
+    key_log: Tensor | None,
+    pair_log: Tensor | None,
+) -> Layout:
     """The same layout with other log-weight tensors (what an autograd function received)."""
-    return replace(plan, slopes=slopes, query_log=query_log, key_log=key_log)
+    return replace(plan, slopes=slopes, query_log=query_log, key_log=key_log, pair_log=pair_log)
 
 
 def _validity(

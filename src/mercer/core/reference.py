@@ -18,6 +18,7 @@ from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+from mercer.core.pairwise import Bias, Mask
 from mercer.core.reference_maps import literal_features
 from mercer.core.reference_patterns import literal_weight, literally_shown
 from mercer.core.structures import (
@@ -267,8 +268,12 @@ class _Weights:
                 elif isinstance(part, Pattern) and not isinstance(part, Full):
                     for h in range(self.heads):
                         patterned[b, h] &= self._shows(part, b, h, i, j) if there[b] else False
-                elif not isinstance(part, Full | Padding | Alibi | Decay | RelativeBias):
+                elif not isinstance(part, Full | Padding | Alibi | Decay | RelativeBias | Mask | Bias):
                     raise Unsupported(f"The reference does not know {type(part).__name__}.")
+            if isinstance(part, Mask):
+                patterned &= part.tensor[:, :, i, j]
+            elif isinstance(part, Bias):
+                log = log + part.tensor[:, :, i, j].double()
             if isinstance(part, Alibi):
                 gap = torch.tensor(
                     [abs(self.key_at[b][j] - self.query_at[b][i]) for b in range(self.batch)], dtype=torch.float64

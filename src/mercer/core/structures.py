@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, product
 from operator import and_, or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -493,6 +493,18 @@ class Decay(Structure):
         return f"Decay({rates}, complement)" if self.complement else f"Decay({rates})"
 
 
+class Pairwise(Structure):
+    """What a tensor says of every pair of a call's own queries and keys: :mod:`mercer.core.pairwise`.
+
+    Attributes:
+        tensor: ``[B or 1, Hq or 1, Lq, Lk]``.
+        hides: whether it says who sees whom; otherwise it is a log-weight.
+    """
+
+    tensor: Tensor
+    hides: ClassVar[bool]
+
+
 @dataclass(frozen=True, eq=False)
 class Merged:
     """A structure's parts, merged: what the forms and the support table ask about."""
@@ -506,6 +518,13 @@ class Merged:
     relative: RelativeBias | None = None
     patterns: tuple[Pattern, ...] = ()
     """What is visible beside the band from ``left`` to ``right``: all of these must show a pair."""
+    mask: Pairwise | None = None
+    bias: Pairwise | None = None
+
+    @property
+    def pairwise(self) -> tuple[Pairwise, ...]:
+        """What is said of every pair by a tensor."""
+        return tuple(part for part in (self.mask, self.bias) if part is not None)
 
     @property
     def causal(self) -> bool:
@@ -554,7 +573,7 @@ def merge(structure: Structure) -> Merged:
         if isinstance(part, Causal | Window) and getattr(part, "dilation", 1) == 1:
             other_left, other_right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
             left, right = _tighter(left, other_left), _tighter(right, other_right)
-        elif isinstance(part, Padding | Documents | Alibi | Decay | RelativeBias):
+        elif isinstance(part, Padding | Documents | Alibi | Decay | RelativeBias | Pairwise):
             kind = type(part)
             if kind in found:
                 raise Unsupported(f"Two {kind.__name__} in one structure: combine their tensors into one.")
@@ -578,9 +597,17 @@ def merge(structure: Structure) -> Merged:
             "Padding together with Documents: leave the padding tokens out of the packed sequence, or make them a "
             "document."
         )
+    mask, bias = (
+        next((p for p in found.values() if isinstance(p, Pairwise) and p.hides == h), None) for h in (True, False)
+    )
+    for part in (mask, bias):
+        if part is not None and documents is not None:
+            raise Unsupported(
+                f"{type(part).__name__} together with Documents: make the boundaries of documents a part of a Mask."
+            )
     if documents is not None:
         patterns = [part.in_documents() for part in patterns]
-    merged = Merged(left, right, padding, documents, alibi, decay, relative, tuple(patterns))  # pyright: ignore[reportArgumentType]
+    merged = Merged(left, right, padding, documents, alibi, decay, relative, tuple(patterns), mask, bias)  # pyright: ignore[reportArgumentType]
     if merged.padding is not None and merged.padding.queries is not None and merged.ordered:
         raise Unsupported(
             "Padding's queries= is for cross-attention: under a structure that orders its tokens the queries are the "

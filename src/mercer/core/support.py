@@ -78,6 +78,11 @@ def unsupported(
                 return f"{pattern} {reason}, so a state cannot continue it: run the whole sequence at once."
     if isinstance(kernel, Mixed) and merged.relative is not None:
         return f"{kernel} keeps far keys as features, which {merged.relative} cannot weigh: use {kernel.near} alone."
+    for part in merged.pairwise:
+        if stateful:
+            return f"{part} says nothing of the tokens in a state: run the whole sequence at once."
+        if isinstance(kernel, Mixed):
+            return f"{kernel} is not computed under {part}: use {kernel.near} alone."
     if isinstance(kernel, Mixed) and merged.patterns:
         return f"{kernel} has a window of its own: leave {merged.patterns[0]} out, or use {kernel.near} alone."
     if isinstance(kernel, Mixed):
@@ -108,6 +113,8 @@ def _features_unsupported(kernel: Kernel, merged: Merged, form: str, sizes: Size
         return f"{kernel} has no finite feature map: use path='pairs', or a finite kernel such as Taylor(4)."
     if merged.relative is not None:
         return f"A feature state cannot weigh pairs by their distance, as {merged.relative} does: use path='pairs'."
+    if merged.pairwise:
+        return f"{merged.pairwise[0]} differs from pair to pair, which a feature state cannot: use path='pairs'."
     if merged.patterns:
         return f"A feature state holds all keys, and {merged.patterns[0]} shows some of them: use path='pairs'."
     if merged.left is not None:

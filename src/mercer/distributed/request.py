@@ -106,6 +106,8 @@ def request(
     if structure is not None and not isinstance(structure, Structure):
         raise InvalidArgument(f"structure must be a structure object, not {structure!r}.")
     merged = merge(Full() if structure is None else structure)
+    for part in merged.pairwise:
+        raise Unsupported(f"{part} is not computed over several processes: use Causal, Window, Alibi or Decay.")
     made = Request(
         query,
         key,

@@ -11,6 +11,7 @@ from mercer.core.counts import keys_seen
 from mercer.core.layout import Tokens, layout, tokens
 from mercer.core.mixed import Mixed
 from mercer.core.state import CacheState, State
+from mercer.core.structures import Merged
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.forms import features, mixed, pairs, sparse
 from mercer.forms.call import Call, Rows, blank
@@ -40,9 +41,7 @@ def _run(call: Call) -> tuple[Tensor, State | None, Tensor | None]:
         _vanished(call, own, denominator)
     if call.normalizer.needs_count:
         past = None if call.state is None else call.state.length
-        denominator = (
-            keys_seen(call.merged, own, past, numerator.dtype) if not call.merged.patterns else _shown(call, own)
-        )
+        denominator = _shown(call, own) if _by_pair(call.merged) else keys_seen(call.merged, own, past, numerator.dtype)
     normalizer = call.normalizer.map_tokens(lambda x: blank(x, own.query_valid))
     if log_factor is None or normalizer.scale_invariant:
         out = normalizer.apply(numerator, denominator)
@@ -74,6 +73,11 @@ def _log_sum(rows: Rows, own: Tokens) -> Tensor:
     return found if own.query_valid is None else found.masked_fill(~own.query_valid.unsqueeze(1), -torch.inf)
 
 
+def _by_pair(merged: Merged) -> bool:
+    """Whether how many keys a query sees takes more than positions to say."""
+    return bool(merged.patterns or merged.pairwise)
+
+
 def _shown(call: Call, own: Tokens) -> Tensor:
     """How many keys each query sees under a pattern, ``[b, h, Lq]``."""
     past = call.state.past() if isinstance(call.state, CacheState) else None
@@ -91,10 +95,10 @@ def _vanished(call: Call, own: Tokens, mass: Tensor) -> None:
     keys = call.key.shape[2] + (0 if call.state is None else int(call.state.length.max()))
     least = torch.finfo(mass.dtype).tiny * 1e6 * keys * (call.kernel.feature_dim(call.query.shape[-1]) or 1)
     low = mass.detach() < least
-    if not low.any() or (call.merged.patterns and not call.kernel.log_features):
+    if not low.any() or (_by_pair(call.merged) and not call.kernel.log_features):
         return
     past = None if call.state is None else call.state.length
-    seen = _shown(call, own) if call.merged.patterns else keys_seen(call.merged, own, past, mass.dtype)
+    seen = _shown(call, own) if _by_pair(call.merged) else keys_seen(call.merged, own, past, mass.dtype)
     low = low & (seen > 0)
     if call.merged.decay is not None and call.merged.decay.complement:
         low = low & (mass != 0)  # keys whose rate is 1 weigh nothing

@@ -43,9 +43,10 @@ def counts(layout: Layout, dtype: torch.dtype) -> Tensor:
         seen = layout.visible(slice(0, layout.query_length), slice(0, layout.key_length))
         assert seen is not None
         return seen.sum(-1).to(dtype)
-    layout = replace(layout, slopes=None, query_log=None, key_log=None, weighing=())
+    layout = replace(layout, slopes=None, query_log=None, key_log=None, pair_log=None, weighing=())
     layout, to_query, _ = compact(layout)
-    heads = layout.heads if any(p.per_head or p.asks for p in layout.patterns) else 1
+    by_head = layout.pair_mask is not None and layout.pair_mask.shape[1] > 1
+    heads = layout.heads if by_head or any(p.per_head or p.asks for p in layout.patterns) else 1
     like = torch.zeros((layout.batch, heads, 1, 1), dtype=torch.float64, device=layout.query_position.device)
     query, key = like.expand(-1, -1, layout.query_length, -1), like.expand(-1, -1, layout.key_length, -1)
     found, _, _ = forward_tiles(query.contiguous(), key.contiguous(), key + 1, Taylor(0), layout, False)
@@ -72,7 +73,11 @@ def compact(layout: Layout) -> tuple[Layout, Tensor | None, Tensor | None]:
             key_valid=_taken(layout.key_valid, to_key),
             key_log=None if layout.key_log is None else _taken(layout.key_log, to_key),
         )
-    return layout if to_query is None and to_key is None else replace(layout, offset=None), to_query, to_key
+    if to_query is None and to_key is None:
+        return layout, None, None
+    pairs = (_pairs_taken(x, to_query, to_key) for x in (layout.pair_mask, layout.pair_log))
+    mask, log = pairs
+    return replace(layout, offset=None, pair_mask=mask, pair_log=log), to_query, to_key
 
 
 def _order(valid: Tensor | None) -> Tensor | None:
@@ -89,6 +94,17 @@ def _taken(x: Tensor | None, order: Tensor) -> Tensor:
         return x.expand(*lead, -1).gather(1, order.expand(*lead, -1))
     index = order.expand(*lead, -1).unsqueeze(1)
     return x.expand(*lead, -1, -1).gather(2, index.expand(-1, x.shape[1], -1))
+
+
+def _pairs_taken(x: Tensor | None, to_query: Tensor | None, to_key: Tensor | None) -> Tensor | None:
+    """What is said of pairs, ``[b, h, Lq, Lk]``, with queries and keys in another order."""
+    for order, dim in ((to_query, 2), (to_key, 3)):
+        if x is not None and order is not None:
+            rows = max(x.shape[0], order.shape[0])
+            index = order.expand(rows, -1).view(rows, 1, *((-1, 1) if dim == 2 else (1, -1)))
+            size = [rows, x.shape[1], *x.shape[2:]]
+            x = x.expand(rows, -1, -1, -1).gather(dim, index.expand(*size))
+    return x
 
 
 def _gathered(x: Tensor, order: Tensor) -> Tensor:

@@ -45,7 +45,16 @@ def tiles(
     exponential kernels.
     """
     numerator, denominator, factor = _Tiles.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        query, key, value, layout.slopes, layout.query_log, layout.key_log, kernel, layout, needs_denominator
+        query,
+        key,
+        value,
+        layout.slopes,
+        layout.query_log,
+        layout.key_log,
+        layout.pair_log,
+        kernel,
+        layout,
+        needs_denominator,
     )
     return numerator, denominator if needs_denominator else None, factor if kernel.exponential else None
 
@@ -134,7 +143,9 @@ class _Run:
         """Zero what is hidden, in place; ``weights`` is ``[N, g tq, tk]``."""
         view = slab.by_head(weights)
         layout = self.layout
-        if layout.offset is not None and self.band:  # a band: far faster to cut than a mask is to apply
+        if (
+            layout.offset is not None and self.band and layout.pair_mask is None
+        ):  # a band: far faster to cut than a mask is to apply
             queries, at = tile.queries, keys.at
             assert isinstance(queries, slice)
             assert isinstance(at, slice)
@@ -156,8 +167,8 @@ class _Run:
         """
         layout, queries, at = self.layout, tile.queries, keys.at
         if self.band:
-            if layout.offset is None:
-                mask = layout.visible(queries, at, slab.rows)
+            if layout.offset is None or layout.pair_mask is not None:
+                mask = layout.visible(queries, at, slab.rows, slab.query_heads)
                 return None if mask is None else ~mask
             assert isinstance(queries, slice)
             assert isinstance(at, slice)
@@ -173,7 +184,7 @@ class _Run:
             )
             mask = layout.visible(queries, at, slab.rows, slab.query_heads, shown, hidden)
             return None if mask is None else ~mask
-        if layout.query_valid is None and layout.key_valid is None:
+        if layout.query_valid is None and layout.key_valid is None and layout.pair_mask is None:
             if keys.mask is None:
                 return None
             if id(keys.mask) not in self.masks:  # the schedule keeps equal masks once
@@ -256,17 +267,20 @@ def backward_tiles(
     grad_numerator: Tensor,
     grad_denominator: Tensor | None,
     asked: tuple[bool, bool, bool] = (False, False, False),
+    pairs_asked: bool = False,
 ) -> Gradients:
     """Gradients of :func:`forward_tiles`.
 
     ``factor`` is the log factor that the rows were divided by. It may be that of all keys where these are some of
     them, so that a row's gradients can be summed over blocks of keys. ``grad_denominator`` also takes the gradient of
     the log-sum-exp, whose derivative by a score is the pair's weight too. ``asked`` says which gradients of slopes,
-    query_log and key_log are wanted.
+    query_log and key_log are wanted, ``pairs_asked`` whether that of pair_log is.
     """
     run = _Run(query, key, kernel, layout)
     grad_numerator = grad_numerator.contiguous()
     totals = Gradients(query, key, value, layout.slopes, layout.query_log, layout.key_log, asked)
+    if pairs_asked and layout.pair_log is not None:
+        totals.pair_log = torch.zeros_like(layout.pair_log)
     for slab in run.slabs():
         for tile in run.tiles(slab):
             _backward_rows(run, slab, tile, value, factor, grad_numerator, grad_denominator, totals)
@@ -283,29 +297,32 @@ class _Tiles(torch.autograd.Function):
         slopes: Tensor | None,
         query_log: Tensor | None,
         key_log: Tensor | None,
+        pair_log: Tensor | None,
         kernel: Kernel,
         layout: Layout,
         needs_denominator: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        layout = with_weights(layout, slopes, query_log, key_log)
+        layout = with_weights(layout, slopes, query_log, key_log, pair_log)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         numerator, denominator, factor = forward_tiles(query, key, value, kernel, layout, needs_denominator)
-        ctx.call, ctx.needs_denominator = (kernel, with_weights(layout, None, None, None)), needs_denominator
-        ctx.save_for_backward(query, key, value, slopes, query_log, key_log, factor)
+        ctx.call, ctx.needs_denominator = (kernel, with_weights(layout, None, None, None, None)), needs_denominator
+        ctx.save_for_backward(query, key, value, slopes, query_log, key_log, pair_log, factor)
         ctx.mark_non_differentiable(factor)
         return numerator, denominator, factor
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        query, key, value, slopes, query_log, key_log, factor = ctx.saved_tensors
+        query, key, value, slopes, query_log, key_log, pair_log, factor = ctx.saved_tensors
         kernel, layout = ctx.call
-        layout = with_weights(layout, slopes, query_log, key_log)
+        layout = with_weights(layout, slopes, query_log, key_log, pair_log)
         grad_denominator = grads[1] if ctx.needs_denominator else None
+        asked = ctx.needs_input_grad[3:7]
         totals = backward_tiles(
-            query, key, value, kernel, layout, factor, grads[0], grad_denominator, ctx.needs_input_grad[3:6]
+            query, key, value, kernel, layout, factor, grads[0], grad_denominator, asked[:3], asked[3]
         )
-        return totals.query, totals.key, totals.value, totals.slopes, totals.query_log, totals.key_log, None, None, None
+        logs = (totals.slopes, totals.query_log, totals.key_log, totals.pair_log)
+        return totals.query, totals.key, totals.value, *logs, None, None, None
 
 
 class Gradients:
@@ -325,6 +342,12 @@ class Gradients:
         self.slopes = torch.zeros_like(slopes) if slopes is not None and asked[0] else None
         self.query_log = torch.zeros_like(query_log) if query_log is not None and asked[1] else None
         self.key_log = torch.zeros_like(key_log) if key_log is not None and asked[2] else None
+        self.pair_log: Tensor | None = None
+
+    @property
+    def biased(self) -> bool:
+        """Whether any gradient of a log-weight is wanted."""
+        return any(x is not None for x in (self.slopes, self.query_log, self.key_log, self.pair_log))
 
     def add_bias(self, run: _Run, slab: Slab, queries: Index, keys: Index, tile: Tensor) -> None:
         """``tile`` is dbias, ``[b, Hq', tq, tk]``."""
@@ -344,6 +367,19 @@ class Gradients:
                 size = tile.shape[2 if dimension == 3 else 3]
                 part = tile.sum(dimension, dtype=target.dtype).sum_to_size(*view.shape[:2], size) * sign
                 view[:, :, at] += part
+        if self.pair_log is not None:
+            rows = slab.rows if self.pair_log.shape[0] > 1 else slice(None)
+            heads = slab.query_heads if self.pair_log.shape[1] > 1 else slice(None)
+            view = self.pair_log[rows, heads]
+            part = tile.sum_to_size(*view.shape[:2], *tile.shape[2:]).to(view.dtype)
+            if isinstance(queries, slice) and isinstance(keys, slice):
+                view[:, :, queries, keys] += part
+            else:
+                q, k = (
+                    torch.arange(n, device=tile.device)[at]
+                    for n, at in ((view.shape[2], queries), (view.shape[3], keys))
+                )
+                view[:, :, q.unsqueeze(1), k] += part
 
 
 def _exponential_rows(
@@ -434,7 +470,7 @@ def _backward_rows(
     dd = None if grad_denominator is None else slab.query_rows(grad_denominator, queries)
     log2_factor = slab.query_rows(factor, queries) * LOG2_E if run.kernel.exponential else None
     grad_q = torch.zeros_like(q) if tile.first else slab.query_side(totals.query, queries).clone()
-    biased = totals.slopes is not None or totals.query_log is not None or totals.key_log is not None
+    biased = totals.biased
     for keys in tile.keys:
         at = keys.at
         k, v = slab.key_side(run.key, at), slab.key_side(value, at)
