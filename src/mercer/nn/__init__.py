@@ -3,6 +3,7 @@
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
 from mercer.nn.feedforward import FeedForward
+from mercer.nn.longformer import LongformerAttention
 from mercer.nn.loss import linear_cross_entropy
 from mercer.nn.norms import LayerNorm, RMSNorm
 from mercer.nn.positions import LearnedPositions, Sinusoidal, alibi_slopes
@@ -23,6 +24,7 @@ __all__ = [
     "LinearScaling",
     "Llama3",
     "LongRoPE",
+    "LongformerAttention",
     "Proportional",
     "RMSNorm",
     "Rotary",
