@@ -113,8 +113,11 @@ class Gradients:
 class Engine(Protocol):
     """How blocks are computed."""
 
-    scene: Scene
-    exponential: bool
+    @property
+    def scene(self) -> Scene: ...
+
+    @property
+    def exponential(self) -> bool: ...
 
     def forward(self, block: Block, queries: Queries, keys: Keys, rows: Rows) -> None:
         """Add a block's rows."""
