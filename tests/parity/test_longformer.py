@@ -83,7 +83,7 @@ def test_forward_and_gradients_equal_theirs(name, padded):
         filled = [torch.zeros(()) if slope is None else slope for slope in slopes]
         found[layer] = [out * there.unsqueeze(-1), *filled]
     whats = ["rows", "x", *names]
-    largest = dict(zip(whats, (float(x.abs().max()) for x in found[theirs]), strict=True))
+    largest = dict(zip(whats, (float(x.detach().abs().max()) for x in found[theirs]), strict=True))
     for what, expected, actual in zip(whats, found[theirs], found[ours], strict=True):
         # The gradient of a key's bias is 0 by cancellation: it has the error of its terms, as that of the weight.
         error = (actual - expected).abs().max() / max(1, largest[what], largest.get(what.replace("bias", "weight"), 0))
