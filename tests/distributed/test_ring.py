@@ -1,14 +1,15 @@
 """Keys and values round a ring: equal to one process, forward and in every gradient."""
 
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
 from tests.contracts import cells
 from tests.distributed.compare import Case, compare
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Place, Pool
 
-from mercer.distributed import attention
+from mercer.distributed import attention, planning
 
 ring = partial(attention, exchange="ring")
 SIZES = (2, 3, 4)
@@ -71,3 +72,22 @@ def test_the_fused_kernels(pool: Pool, size: int):
         for normalizer, dtype in (("sum", torch.float32), ("l2-head", torch.float32), ("sum", torch.bfloat16))
     ]
     assert pool.run(size, compare, cases, partial(ring, backend="numba")) == [len(cases)] * size
+
+
+def _in_slabs(place: Place, cases: list[Case], backend: str) -> int:
+    usual, planning.SLAB = planning.SLAB, 1
+    try:
+        return compare(place, cases, partial(ring, backend=backend))
+    finally:
+        planning.SLAB = usual
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_heads_that_travel_one_after_the_other(pool: Pool, size: int):
+    names = ("causal", "documents", "alibi-padding", "decay-shared", "recency", "decay-token", "relative-window")
+    cases = [Case(structure=name, order=ORDERS[(i + size) % 2]) for i, name in enumerate(names)]
+    cases += [Case("taylor2", structure="decay-shared"), Case("hedgehog")]
+    assert pool.run(size, _in_slabs, cases, "torch") == [len(cases)] * size
+    fused = [Case(dtype=torch.float32), Case(dtype=torch.bfloat16, structure="padding")]
+    if find_spec("numba"):
+        assert pool.run(size, _in_slabs, fused, "numba") == [len(fused)] * size

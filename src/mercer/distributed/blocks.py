@@ -47,6 +47,11 @@ class Keys:
         """The tensors in the order in which they travel: the largest items first."""
         return [x for x in (self.log, self.key, self.value) if x is not None]
 
+    def of_heads(self, heads: slice, groups: int) -> Keys:
+        """Those of some key heads, each of which ``groups`` query heads read, as views."""
+        log = None if self.log is None else _weights(self.log, heads, groups)
+        return Keys(log, self.key[:, heads], self.value[:, heads])
+
 
 @dataclass(frozen=True, eq=False)
 class Queries:
@@ -62,10 +67,17 @@ class Queries:
     slopes: Tensor | None
     log: Tensor | None
 
+    def of_heads(self, heads: slice, groups: int) -> Queries:
+        """Those that read some key heads, as views."""
+        log = None if self.log is None else _weights(self.log, heads, groups)
+        at = _read(heads, groups)
+        return Queries(self.query[:, at], None if self.slopes is None else self.slopes[at], log)
+
     def layout(self, scene: Scene, block: Block, keys: Keys) -> Layout:
         return scene.layout(block, self.slopes, self.log, keys.log, self.query.device)
 
 
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of this process, to which blocks of keys are added.
 
@@ -75,10 +87,21 @@ class Rows:
         log_sum: of an exponential kernel, the logarithm of the sum of a row's weights, -infinity where there are none.
     """
 
-    def __init__(self, query: Tensor, value_dim: int, dtype: torch.dtype, exponential: bool) -> None:
-        self.numerator = query.new_zeros(*query.shape[:3], value_dim, dtype=dtype)
-        self.denominator = query.new_zeros(query.shape[:3], dtype=dtype)
-        self.log_sum = torch.full_like(self.denominator, -torch.inf) if exponential else None
+    numerator: Tensor
+    denominator: Tensor
+    log_sum: Tensor | None
+
+    @staticmethod
+    def empty(query: Tensor, value_dim: int, dtype: torch.dtype, exponential: bool) -> Rows:
+        denominator = query.new_zeros(query.shape[:3], dtype=dtype)
+        log_sum = torch.full_like(denominator, -torch.inf) if exponential else None
+        return Rows(query.new_zeros(*query.shape[:3], value_dim, dtype=dtype), denominator, log_sum)
+
+    def of_heads(self, heads: slice, groups: int) -> Rows:
+        """Those of the query heads that read some key heads, as views."""
+        at = _read(heads, groups)
+        log_sum = None if self.log_sum is None else self.log_sum[:, at]
+        return Rows(self.numerator[:, at], self.denominator[:, at], log_sum)
 
     def add(self, at: slice, numerator: Tensor, denominator: Tensor) -> None:
         """Add sums."""
@@ -95,19 +118,51 @@ class Rows:
         before.copy_(after)
 
     def finish(self) -> None:
+        """Enter where an exponential kernel's rows saw anything."""
         if self.log_sum is not None:
             self.denominator.copy_(self.log_sum != -torch.inf)
 
 
+@dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients of this process's queries and their log-weights, to which blocks of keys are added."""
+    """Gradients of this process's queries and their log-weights, to which blocks of keys are added.
 
-    def __init__(self, queries: Queries, dtype: torch.dtype, asked: tuple[bool, bool, bool]) -> None:
-        self.asked = asked
-        self.query = torch.zeros_like(queries.query, dtype=dtype)
+    Attributes:
+        query, slopes, query_log: of the queries; the last two None where nobody asked.
+        asked: which gradients are wanted of slopes, query_log and key_log.
+    """
+
+    query: Tensor
+    slopes: Tensor | None
+    query_log: Tensor | None
+    asked: tuple[bool, bool, bool]
+
+    @staticmethod
+    def zero(queries: Queries, dtype: torch.dtype, asked: tuple[bool, bool, bool]) -> Gradients:
         slopes, log = queries.slopes, queries.log
-        self.slopes = torch.zeros_like(slopes) if slopes is not None and asked[0] else None
-        self.query_log = torch.zeros_like(log) if log is not None and asked[1] else None
+        return Gradients(
+            torch.zeros_like(queries.query, dtype=dtype),
+            torch.zeros_like(slopes) if slopes is not None and asked[0] else None,
+            torch.zeros_like(log) if log is not None and asked[1] else None,
+            asked,
+        )
+
+    def of_heads(self, heads: slice, groups: int) -> Gradients:
+        """Those of the query heads that read some key heads, as views."""
+        at = _read(heads, groups)
+        slopes = None if self.slopes is None else self.slopes[at]
+        log = None if self.query_log is None else _weights(self.query_log, heads, groups)
+        return Gradients(self.query[:, at], slopes, log, self.asked)
+
+
+def _read(heads: slice, groups: int) -> slice:
+    """The query heads that read some key heads."""
+    return slice(heads.start * groups, heads.stop * groups)
+
+
+def _weights(log: Tensor, heads: slice, groups: int) -> Tensor:
+    """Log-weights ``[b, h, L]`` of the query heads that read some key heads; h is 1 or their number."""
+    return log if log.shape[1] == 1 else log[:, _read(heads, groups)]
 
 
 class Engine(Protocol):

@@ -10,6 +10,7 @@ from mercer.core.normalizers import Sum
 from mercer.core.structures import merge
 from mercer.distributed.blocks import Engine, Fused, Tiled
 from mercer.distributed.links import Link
+from mercer.distributed.planning import slabs
 from mercer.distributed.request import Request, finish
 from mercer.distributed.ring import ring
 from mercer.distributed.scene import Scene
@@ -34,7 +35,7 @@ def ring_rows(made: Request, link: Link, backend: str, overlap: bool) -> Tensor:
             key = made.kernel.scaled_key(key.to(made.precision), made.scale)
     place = at.unsqueeze(0) if scene.position is None else scene.position[:, at]
     logs = (made.slopes, *_logs(made, link, own, place))
-    numerator, denominator, factor = ring(query, key, value, logs, engine, link, made.precision, overlap)
+    numerator, denominator, factor = ring(query, key, value, logs, engine, link, made.precision, overlap, slabs(made))
     divisor: Tensor | None = denominator if made.normalizer.needs_denominator else None
     if isinstance(engine, Fused) and type(made.normalizer) is Sum:
         divisor = None  # rows are divided already, and their gradients go through that

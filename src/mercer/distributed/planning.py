@@ -21,6 +21,8 @@ from mercer.planning import duration
 EXCHANGES = ("ring", "state")
 BANDWIDTH = 1e9
 """Bytes a second that processes are taken to send each other, where an exchange is chosen by time."""
+SLAB = 2**22
+"""Bytes of one process's keys and values that travel as one message of a ring, about: 4 MiB."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,16 @@ def _ring_tokens(scene: Scene) -> tuple[list[int], list[int]]:
     return passed, returned
 
 
+def slabs(made: Request) -> int:
+    """Into how many slabs of heads a ring is cut, so that the keys of a process make messages of about :data:`SLAB`."""
+    heads = made.key.shape[1]
+    if any(p.per_head or p.asks for p in made.merged.patterns):  # which count the heads of a call
+        return 1
+    width = made.kernel.mapped_dim(made.key.shape[3]) + made.value.shape[3]
+    tokens = -(-made.sharding.length // made.sharding.processes)
+    return max(1, min(heads, made.key.shape[0] * heads * tokens * width * made.key.element_size() // SLAB))
+
+
 def ring_bytes(made: Request) -> tuple[int, int]:
     """Bytes of one token's keys and values on their way round, and of their gradients."""
     batch, heads, _, dim = made.key.shape
@@ -170,7 +182,7 @@ def ring_bytes(made: Request) -> tuple[int, int]:
     if decay is not None:
         rates = decay.logs().shape
         rows = batch if decay.per_token or made.merged.padding is not None else 1
-        logs = 8 * rows * (rates[1] if rates[1] in (1, made.query.shape[1]) else made.query.shape[1])
+        logs = 8 * rows * (slabs(made) if rates[1] == 1 else made.query.shape[1])  # shared ones go with every slab
     keys = batch * heads * (width * (sums if mapped else own) + made.value.shape[3] * own) + logs
     gradients = batch * heads * (width + made.value.shape[3]) * sums + logs
     return keys, gradients
