@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import bfloat16
 
-from mercer.backends import decode, polynomial, sdpa, softmax, step
+from mercer.backends import decode, flex, polynomial, sdpa, softmax, step
 from mercer.core import cost
 from mercer.core.kernels import Kernel
 from mercer.core.machine import machine_in_use
@@ -23,7 +23,7 @@ memory.
 """
 
 
-BACKENDS = ("torch", "sdpa", "numba")
+BACKENDS = ("torch", "sdpa", "flex", "numba")
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,9 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     able = {
         "numba": scanned or stepped or decodes or fused,
         "sdpa": tiled and sdpa.serves(kernel, normalizer, merged, sizes),
+        "flex": tiled
+        and (asked == "flex" or sizes.device == "cuda")
+        and flex.serves(kernel, normalizer, merged, sizes),
         "torch": True,
     }
     if asked != "auto":
@@ -238,6 +241,7 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
         able["numba"] = False
     elif fused:
         able["numba"] = softmax.worth_while(sizes)
+    able["flex"] = able["flex"] and not able["sdpa"]  # where both serve, torch's own masks are the faster
     seconds = {name: call.seconds(form, path, name) for name, ok in able.items() if ok}
     chosen = min(seconds, key=lambda name: seconds[name])
     kind = "scan" if scanned else "step" if stepped else "attention"
@@ -246,6 +250,7 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     why = {
         "numba": f" The fused {kind} serves these sizes.",
         "sdpa": " torch's fused attention computes the same.",
+        "flex": " torch's flex attention knows these masks.",
         "torch": "",
     }
     return chosen, seconds[chosen], why[chosen]

@@ -29,6 +29,7 @@ class Blocks(Pattern):
     size: int
     before: int = 0
     after: int = 0
+    pairwise = True
 
     def __post_init__(self) -> None:
         at_least("Blocks", size=self.size)
@@ -58,6 +59,7 @@ class Columns(Pattern):
 
     size: int
     columns: int
+    pairwise = True
 
     def __post_init__(self) -> None:
         at_least("Columns", size=self.size, columns=self.columns)
@@ -116,9 +118,13 @@ class _Chosen(Pattern):
     positions: tuple[int, ...]
     of_keys: bool
     exact: bool = True
+    pairwise = True
 
     def sees(self, at: Place) -> Tensor:
         where = at.key if self.of_keys else at.query
+        if not where.dim():  # one of the pairs of a function that torch maps over all of them
+            table = torch.tensor(self.positions, dtype=where.dtype, device=where.device)
+            return (where == table).any()
         return torch.isin(where, torch.tensor(self.positions, dtype=where.dtype, device=where.device))
 
     def candidates(self, geometry: Geometry) -> Candidates:
@@ -292,6 +298,10 @@ class Prefix(Pattern):
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return isinstance(self.length, Tensor)
 
+    @property
+    def pairwise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.per_row
+
     def __eq__(self, other: object) -> bool:
         both = (self.length, other.length) if isinstance(other, Prefix) else (self.length, None)
         return self is other or (isinstance(both[0], int) and isinstance(both[1], int) and both[0] == both[1])
@@ -364,9 +374,12 @@ class Visible(Pattern):
     name: str = "function"
     rows_alike: bool = False
     asks = True
+    pairwise = True
 
     def sees(self, at: Place) -> Tensor:
         found = self.function(at.row, at.head, at.query, at.key)
+        if not at.query.dim():
+            return found
         full = (at.row.shape[0], at.head.shape[1], at.query.shape[2], at.key.shape[3])
         fits = isinstance(found, Tensor) and found.dtype == torch.bool and found.dim() <= 4  # pyright: ignore[reportUnnecessaryIsInstance]
         if fits:

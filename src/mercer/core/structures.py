@@ -104,6 +104,7 @@ class Pattern(Structure):
         weighs: whether :meth:`log_weight` gives anything.
         asks: whether only :meth:`sees` knows if rows or heads differ.
         exact: whether it shows no more than is visible.
+        pairwise: whether :meth:`sees` also answers for a single pair, given tensors without dimensions.
     """
 
     per_head: bool = False
@@ -113,6 +114,7 @@ class Pattern(Structure):
     weighs: bool = False
     asks: bool = False
     exact: bool = True
+    pairwise: bool = False
 
     def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
         """The pattern as a union of intersections of patterns that are not made of others."""
@@ -263,6 +265,7 @@ class Window(Pattern):
     left: int | None
     right: int | None = 0
     dilation: int = 1
+    pairwise = True
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):

@@ -4,7 +4,7 @@
 |---|---|---|
 | dense | dense or recurrent, pairs, torch | a pair, hidden ones included |
 | tiles, exp_tiles | chunked, pairs, torch; the latter for exponential kernels | a pair of a tile |
-| sdpa | chunked, pairs, sdpa | a visible pair |
+| sdpa | chunked, pairs, sdpa or flex | a visible pair |
 | fused_softmax | chunked, pairs, numba | a visible pair |
 | fused_decode | the same, where few queries want no gradient | a visible pair |
 | cache | beside any of these, where keys and values are kept | - |
@@ -105,7 +105,7 @@ def way_of(kernel: Kernel, form: str, path: str, backend: str) -> str:
     if form != "chunked":
         return "dense"
     if backend != "torch":
-        return {"sdpa": "sdpa", "numba": "fused_softmax"}[backend]
+        return {"sdpa": "sdpa", "flex": "sdpa", "numba": "fused_softmax"}[backend]
     return "exp_tiles" if kernel.exponential else "tiles"
 
 

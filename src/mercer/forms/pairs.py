@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mercer.backends.flex import flex
 from mercer.backends.sdpa import sdpa
 from mercer.backends.softmax import Sight, softmax_attention
 from mercer.core import growth
@@ -42,6 +43,11 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
         # Rows are rounded once: here where the normaliser leaves them as they are, after it elsewhere.
         dtype = query.dtype if type(call.normalizer) is Sum else precision
         numerator, log_sum = softmax_attention(query, key, value, call.scale, Sight.under(view), dtype)
+    elif call.backend == "flex":
+        assert view is not None
+        wide = precision if query.device.type == "cpu" else query.dtype
+        numerator, log_sum = flex(query.to(wide), key.to(wide), value.to(wide), call.scale, view)
+        numerator = numerator.to(precision)
     else:
         assert view is not None
         mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
