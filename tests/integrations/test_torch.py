@@ -4,6 +4,9 @@ import inspect
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tolerance import assert_close
 from torch.nn import functional
 
 from mercer import L2, Causal, Elu, Exp, InvalidArgument, Padding, Taylor, Unsupported, attention
@@ -19,6 +22,84 @@ def test_the_arguments_are_torchs():
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
 
 
+@st.composite
+def calls(draw):
+    """Arguments of a call: leading dimensions that broadcast, lengths that differ, a mask of some kind."""
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    queries, keys = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    dim, value_dim = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    grouped = draw(st.booleans())
+    if grouped:
+        rest = draw(st.sampled_from([(), (2,), (2, 3)]))
+        key_heads = draw(st.integers(1, 2))
+        lead = [(*rest, key_heads * draw(st.integers(1, 3))), (*rest, key_heads), (*rest, key_heads)]
+    else:
+        lead = draw(
+            st.sampled_from(
+                [[(), (), ()], [(2,)] * 3, [(2, 3)] * 3, [(2, 3), (1, 3), (2, 1)], [(2, 1, 3), (4, 3), (1,)]]
+            )
+        )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    query, key, value = (
+        torch.randn(*own, length, size, generator=generator, dtype=torch.float64).to(dtype)
+        for own, length, size in zip(lead, (queries, keys, keys), (dim, dim, value_dim), strict=True)
+    )
+    options = {"scale": draw(st.sampled_from([None, 1.0, 0.3])), "enable_gqa": grouped}
+    heads = lead[0] if grouped else torch.broadcast_shapes(*lead)
+    kind = draw(st.sampled_from(["none", "causal", "boolean", "added"]))
+    if kind == "causal":
+        options["is_causal"] = True
+    elif kind != "none":
+        own = draw(st.sampled_from([(), heads, (1,) * len(heads), heads[-1:]]))
+        shape = (*own, draw(st.sampled_from([1, queries])), draw(st.sampled_from([1, keys])))
+        shown = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.3, 0.7, 1.0]))
+        options["attn_mask"] = shown
+        if kind == "added":
+            numbers = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            options["attn_mask"] = numbers.masked_fill(~shown, -torch.inf)
+    return query, key, value, options
+
+
+def gradients(function, query, key, value, options, seed):
+    """The output and the gradients of all that is not boolean, for one direction of the output."""
+    given = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        mask = mask.detach().clone().requires_grad_()
+        options = options | {"attn_mask": mask}
+        given.append(mask)
+    out = function(*given[:3], **options)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    found = torch.autograd.grad((out * direction.to(out.dtype)).sum(), given)
+    return out, found
+
+
+@settings(max_examples=150)
+@given(calls())
+def test_it_computes_what_torch_computes(call):
+    query, key, value, options = call
+    out, found = gradients(scaled_dot_product_attention, query, key, value, options, 0)
+    wide = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
+    exact, expected = gradients(
+        functional.scaled_dot_product_attention, query.double(), key.double(), value.double(), wide, 0
+    )
+    terms = key.shape[-2] + query.shape[-1]
+    assert out.dtype == query.dtype
+    # torch gives NaN to rows that see nothing, or zeros: here they are zero.
+    seen = torch.ones((), dtype=torch.bool)
+    if "attn_mask" in options:
+        mask = options["attn_mask"]
+        seen = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1, keepdim=True)
+    seen = seen.expand(*out.shape[:-1], 1) if seen.dim() else seen
+    assert_close(out, torch.where(seen, exact, 0.0), terms, "output")
+    for name, ours, theirs in zip(("query", "key", "value", "mask"), found, expected, strict=False):
+        assert torch.isfinite(ours).all(), name
+        if torch.isfinite(theirs).all():
+            assert_close(
+                ours, theirs, terms * max(query.shape[-2], key.shape[-2]) * 4, f"gradient of {name}", query.dtype
+            )
+
+
 def test_a_causal_mask_is_aligned_at_the_first_tokens():
     """torch#103082: with as many queries as keys there is no difference, otherwise torch's rule holds here."""
     query, key = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 5, 1)
@@ -27,6 +108,18 @@ def test_a_causal_mask_is_aligned_at_the_first_tokens():
     assert out.flatten().tolist() == [0.0, 0.5]
     out = scaled_dot_product_attention(torch.zeros(1, 1, 5, 1), key[:, :, :2], value[:, :, 1:3], is_causal=True)
     assert out.flatten().tolist() == [1.0, 1.5, 1.5, 1.5, 1.5]
+
+
+def test_rows_that_see_nothing_are_zero_with_finite_gradients():
+    query, key, value = (torch.randn(2, 3, 4, 5, requires_grad=True) for _ in range(3))
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[1] = False
+    for given_mask in (mask, torch.zeros(4, 4).masked_fill(~mask, -torch.inf)):
+        out = scaled_dot_product_attention(query, key, value, given_mask)
+        assert (out[:, :, 1] == 0).all()
+        found = torch.autograd.grad(out.square().sum(), (query, key, value))
+        assert all(torch.isfinite(x).all() for x in found)
+        assert (found[0][:, :, 1] == 0).all()
 
 
 @pytest.mark.parametrize("kernel", [Taylor(4), Elu()])

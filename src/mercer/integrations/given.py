@@ -5,33 +5,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mercer.core.pairwise import Bias, Mask
 from mercer.core.structures import Causal, Full, Padding, Structure
-from mercer.errors import InvalidArgument, Unsupported
+from mercer.errors import InvalidArgument
 
 
-def structure_of(mask: Tensor) -> Structure:
-    """The structure of a mask `[B or 1, H or 1, Lq, Lk]`: boolean, True where a query sees a key, or added to scores.
+def structure_of(mask: Tensor, batch: int) -> Structure:
+    """The cheapest structure that says exactly what a mask says.
 
-    What is added hides a key if it is half the least number of its dtype or less, as minus infinity is.
+    Args:
+        mask: `[B or 1, H or 1, Lq, Lk]`: boolean, True where a query sees a key, or numbers added to scores. Half the
+            least number of the dtype or less hides a key, as minus infinity does; gradients flow into all others.
+        batch: B.
     """
-    if mask.dtype == torch.bool:
-        return _visibility(mask)
-    if not mask.is_floating_point():
+    alike = mask.shape[2] > 1 and mask.stride(2) == 0  # broadcast over queries: one row says it all
+    rows, queries = mask[:, :, :1] if alike else mask, mask.shape[2]
+    if rows.dtype == torch.bool:
+        return _visibility(rows, batch, queries)
+    if not rows.is_floating_point():
         raise InvalidArgument(f"A mask is boolean, or floating-point numbers to add to scores, not {mask.dtype}.")
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    if bool(((mask != 0) & ~hidden).any()) or mask.requires_grad:
-        raise Unsupported("A mask that adds other numbers than 0 and minus infinity is no structure of mercer.")
-    return _visibility(~hidden)
+    hidden = rows <= torch.finfo(rows.dtype).min / 2
+    seen = _visibility(~hidden, batch, queries)
+    numbers = rows.masked_fill(hidden, 0)
+    if not rows.requires_grad and not bool(numbers.any()):
+        return seen
+    return seen & Bias(numbers.expand(-1, -1, queries, -1))
 
 
-def _visibility(mask: Tensor) -> Structure:
-    """The cheapest structure that shows exactly what a boolean mask shows."""
-    if bool(mask.all()):
+def _visibility(rows: Tensor, batch: int, queries: int) -> Structure:
+    """The structure of a boolean mask, of which there is one row where all are alike."""
+    if bool(rows.all()):
         return Full()
-    queries, keys = mask.shape[-2:]
-    first = mask[:1, :1]
-    if queries == keys and bool((mask == torch.ones_like(first).tril()).all()):
+    if rows.shape[1] == 1 and bool((rows == rows[:, :, :1]).all()):
+        return Padding(rows[:, 0, 0].expand(batch, -1))
+    if rows.shape[2] == rows.shape[3] and bool((rows == torch.ones_like(rows[:1, :1]).tril()).all()):
         return Causal()
-    if bool((mask == mask[:, :1, :1]).all()):
-        return Padding(mask[:, 0, 0])
-    raise Unsupported("A mask that is neither causal nor a padding of keys is no structure of mercer.")
+    return Mask(rows.expand(-1, -1, queries, -1))

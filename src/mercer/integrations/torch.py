@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
     elif attn_mask is None:
         out = part(every, every, Full())
     else:
-        out = part(every, every, structure_of(_mask(attn_mask, (*lead, queries, keys))))
+        out = part(every, every, structure_of(_mask(attn_mask, (*lead, queries, keys)), query.shape[0]))
     return out.reshape(*lead, queries, out.shape[-1]) if dims != 4 or lead != out.shape[:2] else out
 
 

@@ -161,13 +161,29 @@ def test_a_window_of_ones_own_under_a_cache():
         assert_same(stepwise(model, ids, cache, 1), expected)
 
 
-def test_an_encoder_decoder_generates():
-    model = make("marian")
+@pytest.mark.parametrize("kind", ["marian", "t5"])
+def test_an_encoder_decoder_generates(kind):
+    model = make(kind)
     ids, mask = tokens(2, 9), padded([9, 6], 9, "right")
     options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
     expected = model.generate(**options)
     model.set_attn_implementation("mercer:softmax")
     assert torch.equal(model.generate(**options), expected)
+
+
+def test_an_encoder_decoder_generates_from_states():
+    model = swap_attention(make("marian"), "taylor2-sum")
+    ids, mask = tokens(2, 9), padded([9, 6], 9, "right")
+    options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(**options)
     cache = transformers.EncoderDecoderCache(StateCache(), transformers.DynamicCache())
     made = model.generate(**options, cache=cache)
     assert torch.equal(made, expected)
+
+
+def test_biases_of_positions_have_no_states():
+    """They are of tokens that a state does not hold one by one."""
+    model = swap_attention(make("t5"), "taylor2-sum")
+    cache = transformers.EncoderDecoderCache(StateCache(), transformers.DynamicCache())
+    with pytest.raises(Unsupported, match="says nothing of the tokens in a state"):
+        model.generate(input_ids=tokens(2, 9), max_new_tokens=2, do_sample=False, cache=cache)

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.peers
     [
         ("gemma2", "taylor4-sum", "caps its scores.*meaning for Exp"),
         ("gpt_oss", "exp-l2", "sinks.*L2.* has none: use Sum"),
-        ("t5", "softmax", "position_bias"),
     ],
 )
 def test_models_whose_attention_has_more_in_it(kind, name, sentence):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.normalizers import Normalizer, Sum
+from mercer.core.pairwise import Bias
 from mercer.core.structures import Causal, Full, Structure, Window
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.integrations.given import structure_of
@@ -96,6 +97,7 @@ class AttentionFunction:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         self._refuse(dropout, others)
@@ -107,6 +109,8 @@ class AttentionFunction:
         query, key, value = (x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (query, key, value))
         query, key, value = _alike(query, key, value)
         structure, keys = _structure(attention_mask, query, key, bool(causal), sliding_window, state)
+        if position_bias is not None:
+            structure = structure & Bias(position_bias[..., :keys])
         given = {
             "kernel": kernel,
             "normalizer": normalizer,
@@ -195,7 +199,7 @@ def _structure(
         mask = mask.question.dense()
     if mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         raise InvalidArgument(f"The mask must be [B, heads or 1, {queries}, {keys}], not {list(mask.shape)}.")
-    return structure_of(mask), keys
+    return structure_of(mask, query.shape[0]), keys
 
 
 def _continued(mask: Tensor | None, queries: int, seen: int) -> Structure:

@@ -132,8 +132,8 @@ def _refuse_deaf(model: PreTrainedModel) -> None:
     }
     if deaf:
         raise Unsupported(
-            f"This model computes its attention itself ({', '.join(sorted(deaf))}) and does not let it be chosen: use a "
-            "model of transformers that supports attn_implementation."
+            f"This model computes its attention itself ({', '.join(sorted(deaf))}) and does not let it be chosen: use "
+            "a model of transformers that supports attn_implementation."
         )
 
     kinds = {type(module) for module in model.modules()}
