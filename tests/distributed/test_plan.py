@@ -4,8 +4,8 @@ import pytest
 import torch
 from tests.distributed.pool import Place, Pool
 
-from mercer import L2, Causal, Documents, Elu, Exp, Full, Gaussian, Kernel, Structure, Taylor, Window
-from mercer.distributed import Sharding, attention, plan, traffic
+from mercer import L2, Causal, Decay, Documents, Elu, Exp, Full, Gaussian, Kernel, Structure, Taylor, Window
+from mercer.distributed import Sharding, attention, plan, planning, traffic
 from mercer.errors import InvalidArgument, Unsupported
 
 LENGTH = 37
@@ -30,6 +30,28 @@ def _counted(place: Place, kernel: Kernel, structure: Structure, order: str, exc
     assert sum(backward.sent.get(kind, 0) for kind in kinds) == told.backward_bytes[place.rank]
     if exchange == "ring":
         assert forward.pairs == told.pairs[place.rank]
+
+
+def _counted_in_slabs(place: Place, structure: Structure) -> None:
+    """With every key head a slab of its own."""
+    usual, planning.SLAB = planning.SLAB, 1
+    try:
+        sharding = Sharding(LENGTH, place.size)
+        own = parts(sharding, place.rank)
+        asked = {"structure": structure, "sharding": sharding, "exchange": "ring"}
+        told = plan(*own, rank=place.rank, **asked)
+        with traffic() as sent:
+            attention(*own, group=place.group, timeout=60.0, **asked)
+        assert sent.sent["keys"] == told.forward_bytes[place.rank]
+        assert sent.messages["keys"] == 2 * (place.size - 1)
+        assert sent.pairs == 2 * told.pairs[place.rank]
+    finally:
+        planning.SLAB = usual
+
+
+def test_bytes_of_heads_one_after_the_other(pool: Pool):
+    for rates in (torch.tensor([0.9]), torch.tensor([0.9, 0.8, 0.7, 0.6])):
+        pool.run(3, _counted_in_slabs, Causal() & Decay(rates))
 
 
 @pytest.mark.parametrize("size", [2, 4])

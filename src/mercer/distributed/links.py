@@ -29,7 +29,7 @@ class Traffic:
         messages: how many of them, by kind.
         waited: seconds that were spent waiting for messages.
         events: what was begun, in order: ``(what, kind, step)``, what being ``"post"``, ``"compute"`` or ``"wait"``.
-        pairs: query-key pairs that were looked at, forward.
+        pairs: query-key pairs that were looked at, forward; once for each slab of heads that travels by itself.
     """
 
     sent: dict[str, int] = field(default_factory=dict)
