@@ -15,7 +15,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 
 from mercer.backends.microkernels import (
     HALVES,
@@ -44,7 +44,14 @@ from mercer.backends.microkernels import (
     whole,
 )
 
-NARROW = bool(llvm.get_host_cpu_features().get("avx512bf16", False))
+
+def _has_pairs() -> bool:
+    if config.CPU_FEATURES is not None:  # Numba compiles for what its environment variables say
+        return "+avx512bf16" in config.CPU_FEATURES.split(",")
+    return config.CPU_NAME in (None, "host") and bool(llvm.get_host_cpu_features().get("avx512bf16", False))
+
+
+NARROW = _has_pairs()
 """Whether the processor multiplies pairs of bfloat16 into float32."""
 VECTORS = 4
 """Vectors of 16 queries that the backward pass takes together."""
