@@ -25,7 +25,7 @@ Positions = NDArray[np.int64]
 
 ROWS = 64
 """Queries of a tile."""
-CHUNK = 512
+CHUNK = 1024
 """Keys that are asked about at once; neighbours that are wholly visible are joined up to WIDEST."""
 WIDEST = 2048
 DENSE_ENOUGH = 0.75

@@ -24,7 +24,7 @@ from mercer.core.first_order import first_order
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, with_weights
 from mercer.core.places import Geometry, Index
-from mercer.core.schedule import schedule
+from mercer.core.schedule import CHUNK, schedule
 from mercer.core.structures import Window, intersection
 from mercer.forms.slabs import Keys, Slab, TileOf
 
@@ -77,7 +77,8 @@ class _Run:
     def slabs(self) -> Iterator[Slab]:
         batch, heads = self.key.shape[:2]
         groups = self.query.shape[1] // heads
-        tile = groups * min(ROWS, self.query.shape[2]) * min(COLUMNS, self.key.shape[2]) * self.query.element_size()
+        columns = min(COLUMNS if self.band else CHUNK, self.key.shape[2])  # sparse tiles are seldom wider
+        tile = groups * min(ROWS, self.query.shape[2]) * columns * self.query.element_size()
         together = max(1, WORKSPACE // max(tile, 1))
         if not self.band and self.by_head:
             together = 1
