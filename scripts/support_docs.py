@@ -5,14 +5,28 @@ from pathlib import Path
 
 import torch
 
+from mercer.core.bigbird import BigBird
 from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+from mercer.core.patterns import Blocks, Longformer, Strided
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Merged, Padding, RelativeBias, Structure, Window, merge
+from mercer.core.structures import (
+    Alibi,
+    Causal,
+    Decay,
+    Documents,
+    Full,
+    Merged,
+    Padding,
+    RelativeBias,
+    Structure,
+    Window,
+    merge,
+)
 from mercer.core.support import FORMS, PATHS, unsupported
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
@@ -53,6 +67,9 @@ STRUCTURES: dict[str, Structure] = {
     "`Causal & Alibi`": Causal() & Alibi(_ONE),
     "`Causal & Decay`": Causal() & Decay(_ONE),
     "`RelativeBias`": RelativeBias(_ONE.unsqueeze(0)),
+    "patterns such as `Longformer`": Longformer(4, (0,)),
+    "`Causal &` patterns, `Strided`": Causal() & (Strided(4) | Blocks(4)),
+    "`BigBird`, `RandomBlocks`": BigBird(4),
     "`Causal & RelativeBias`": Causal() & RelativeBias(_ONE.unsqueeze(0)),
 }
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
         "docs/normalizers.md",
         "docs/positions.md",
         "docs/states.md",
+        "docs/structures.md",
     ],
 )
 def test_the_code_of_a_page_runs(page: str):
