@@ -33,7 +33,7 @@ LEAST_PAIRS = 1 << 20
 """Query-key pairs over all heads below which the kernels' start is not worth while (about a millisecond of work)."""
 LANES, CHUNK = 16, 16
 """Tokens of a tile; most tiles of queries in an item of the forward pass."""
-RUNS = ((8, 32), (32, 128))
+RUNS = ((8, 32), (32, 512))
 """Items that the backward pass makes if it can by splitting the keys of a head, and tiles that are left in each run at
 least: gradients of queries are written and read once more for each run, which short ones are only worth where threads
 would idle."""
