@@ -134,8 +134,10 @@ class _Builder:
         """The queries cut into tiles; blocks are not cut where that can be helped."""
         blocks = [d.block for i in shown for d in self.found[i] if d.block is not None]
         unit = max((b for b in blocks if b <= 2 * ROWS), default=max(blocks, default=0))
-        for residue in range(step) if step > 1 else (0,):
-            mine = left[left % step == residue] if step > 1 else left
+        longest = -(-(int(left[-1]) - int(left[0]) + 1) // step) if len(left) else 1
+        together = max(1, ROWS // longest) if step > 1 else 1  # short runs share a tile
+        for residue in range(0, step, together):
+            mine = left[(left % step >= residue) & (left % step < residue + together)] if step > 1 else left
             if step > 1 or not unit:
                 edges = np.arange(ROWS, len(mine), ROWS)
             else:  # tiles end where blocks do
@@ -175,8 +177,9 @@ class _Builder:
         parts: list[range | Positions] = []
         for term in shown:
             driver = self.drivers[term]
-            if driver.step > 1 and len({int(q) % driver.step for q in queries}) > 1:
-                keys: range | Positions = range(self.geometry.first_key, self.geometry.stop)
+            if driver.step > 1 and len(residues := np.unique(queries % driver.step)) > 1:
+                each = [self._clipped(driver.keys(queries[queries % driver.step == r])) for r in residues]
+                keys: range | Positions = np.unique(np.concatenate([np.asarray(k, dtype=np.int64) for k in each]))
             elif driver.queries is not None and not np.isin(queries, driver.queries).any():
                 continue
             else:
