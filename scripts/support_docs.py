@@ -12,6 +12,7 @@ from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu,
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
+from mercer.core.pairwise import Bias, Mask
 from mercer.core.patterns import Blocks, Longformer, Strided
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
 from mercer.core.structures import (
@@ -71,6 +72,7 @@ STRUCTURES: dict[str, Structure] = {
     "`Causal &` patterns, `Strided`": Causal() & (Strided(4) | Blocks(4)),
     "`BigBird`, `RandomBlocks`": BigBird(4),
     "`Causal & RelativeBias`": Causal() & RelativeBias(_ONE.unsqueeze(0)),
+    "`Mask`, `Bias`": Mask(torch.ones(1, 1, 1, 1, dtype=torch.bool)) & Bias(torch.ones(1, 1, 1, 1)),
 }
 
 

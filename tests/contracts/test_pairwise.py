@@ -33,6 +33,7 @@ from mercer import (
 from mercer.core import schedule
 from mercer.core.reference import reference_attention
 from mercer.forms import tiles as tiles_module
+from mercer.planning import BACKENDS
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, DIM = 2, 4, 2, 8, 11, 3
 KINDS = [(Exp(), Sum()), (Taylor(2), Sum()), (Taylor(3), L2()), (Elu(), Length()), (Gaussian(), Sum())]
@@ -163,6 +164,9 @@ def test_no_fused_kernel_takes_them():
     for part in (Mask(torch.ones(1, 1, 512, 512, dtype=torch.bool)), Bias(torch.zeros(1, 1, 512, 512))):
         for structure in (part, Causal() & part):
             assert plan(query, key, value, structure=structure).backend == "torch"
+            for backend in set(BACKENDS) - {"torch"}:
+                with pytest.raises(Unsupported, match="does not compute"):
+                    plan(query, key, value, structure=structure, backend=backend)
 
 
 class TestRefusals:

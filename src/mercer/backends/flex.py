@@ -32,6 +32,7 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
         and normalizer.takes_divided_rows
         and merged.decay is None
         and merged.relative is None
+        and not merged.pairwise
         and all(p.pairwise for together in intersection(_planned(merged)) for p in together)
         and not any(p.weighs for p in merged.patterns)
         and (merged.alibi is None or not merged.alibi.slopes.requires_grad)
