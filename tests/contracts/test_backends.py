@@ -147,5 +147,5 @@ def test_backends_refuse_what_they_do_not_compute(backend: str, generator: torch
     ):
         with pytest.raises(Unsupported, match=f"The {backend} backend does not compute"):
             attention(q, k, v, backend=backend, **{"form": "chunked"} | options)
-    with pytest.raises(InvalidArgument, match="backend must be 'auto' or one of 'torch', .*'numba', not 'cuda'"):
+    with pytest.raises(InvalidArgument, match=r"backend must be 'auto' or one of 'torch', .*'numba', not 'cuda'"):
         attention(q, k, v, backend="cuda")
