@@ -113,7 +113,9 @@ def test_learned_positions_that_do_not_reach_are_refused_before_anything_runs():
         assert len(list(generate(build(position=position, max_length=20), PROMPT, 9))) == 9
 
 
-@pytest.mark.parametrize(("position", "fix"), [("rotary", "given a scaling"), ("sinusoidal", "may run on")])
+@pytest.mark.parametrize(
+    ("position", "fix"), [("rotary", r"rope_scaling=\.\.\. scales"), ("sinusoidal", "allow_longer=True")]
+)
 def test_positions_that_were_not_trained_so_far_are_refused_unless_they_may_run_on(position, fix):
     model = build(position=position, max_length=20)
     assert len(list(generate(model, PROMPT, 8))) == 8

@@ -264,3 +264,9 @@ def test_gates_over_time_are_refused() -> None:
     block.attention = Attention(8, 2, recency=True, kernel=parse_arm("elu-sum").kernel)
     with pytest.raises(Unsupported, match="Layer 0 of the model has recency gates"):
         model_inputs(model, torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_biases_by_distance_are_refused() -> None:
+    model = DecoderLM(ModelConfig(vocab_size=8, dim=8, layers=1, heads=2, position="t5"))
+    with pytest.raises(Unsupported, match="T5's biases by distance"):
+        model_inputs(model, torch.zeros(1, 4, dtype=torch.long))

@@ -43,7 +43,8 @@ def describe(run: Path, checkpoint: str = "last") -> dict[str, Any]:
         "model": model.config.model_dump(mode="json"),
         "parameters": model.parameter_count,
         "layers": [
-            _layer(name, block.attention) for name, block in zip(model.config.attentions, model.blocks, strict=True)
+            _layer(name, block.attention, model.relative)
+            for name, block in zip(model.config.attentions, model.blocks, strict=True)
         ],
     }
     facts["state_bytes"] = {
@@ -61,12 +62,13 @@ def describe(run: Path, checkpoint: str = "last") -> dict[str, Any]:
     return facts
 
 
-def _layer(name: str, attention: Any) -> dict[str, Any]:
+def _layer(name: str, attention: Any, relative: Any) -> dict[str, Any]:
     """An attention layer's name and the bytes of the state that one sequence leaves in it."""
     import torch
 
     from mercer.ops import plan
 
+    by_length = attention.rotary is not None and attention.rotary.by_length  # keeps keys, to turn them anew
     sizes = {}
     for context in CONTEXTS:
         q, k = (
@@ -79,10 +81,10 @@ def _layer(name: str, attention: Any) -> dict[str, Any]:
             k,
             kernel=attention.kernel,
             normalizer=attention.normalizer,
-            structure=attention.structure,
+            structure=attention.structure if relative is None else attention.structure & relative(),
             return_state=True,
             form=attention.form,
-            path=attention.path,
+            path="pairs" if by_length else attention.path,
         )
         sizes[str(context)] = chosen.state_bytes
     return {"attention": name, "state": chosen.path, "state_bytes": sizes}

@@ -55,8 +55,8 @@ def generate(
         limit = f"max_length={longest}" if longest == model.config.max_length else str(longest)
         fix = {
             "learned": "",
-            "rotary": ", unless its positions are given a scaling (rope_scaling) or may run on (allow_longer)",
-            "sinusoidal": ", unless its positions may run on (allow_longer)",
+            "rotary": ", unless rope_scaling=... scales its positions or allow_longer=True lets them run on",
+            "sinusoidal": ", unless allow_longer=True lets them run on",
         }[kind]
         raise InvalidArgument(
             f"the model has {kind} positions for {limit} tokens, too few to continue a prompt of "

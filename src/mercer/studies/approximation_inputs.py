@@ -45,8 +45,14 @@ def attention_layers(model: DecoderLM) -> list[Attention]:
     """The attention layers of a model, first to last.
 
     Raises:
-        Unsupported: a layer weighs its past by gates made from the text, which are no part of queries and keys.
+        Unsupported: a layer weighs its past by gates made from the text, which are no part of queries and keys, or all
+            layers by T5's biases, which kernels of features cannot have.
     """
+    if model.relative is not None:
+        raise Unsupported(
+            "The model has T5's biases by distance, which this study cannot lay over kernels of features: take a model "
+            "without."
+        )
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for number, layer in enumerate(layers):
         if getattr(layer, "recency", None) is not None:
