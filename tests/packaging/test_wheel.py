@@ -23,6 +23,7 @@ OF_AN_EXTRA = {
     f"mercer.backends.{name}": ("llvmlite", "numba")
     for name in (
         "decode_kernels",
+        "decode_vectors",
         "microkernels",
         "polynomial_backward",
         "polynomial_blocks",

@@ -25,7 +25,7 @@ from mercer.errors import InvalidArgument, Unsupported
 
 LEAST_ENTRIES = 1 << 16
 """Numbers of keys and values from which nobody minds that a compiler starts: a quarter of a megabyte in float32."""
-ALONE = 1 << 17
+ALONE = 1 << 20
 """Bytes of keys and values up to which one thread is quicker than waking others."""
 ITEMS = 64
 """Ranges over all heads, where there are keys enough: several for each thread, whatever their number."""
