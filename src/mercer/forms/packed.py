@@ -85,6 +85,8 @@ def _gather(x: Tensor, index: Tensor, count: int) -> Tensor:
 
 def _put(x: Tensor, rows: Tensor, index: Tensor, keep: Tensor) -> Tensor:
     """``x`` ``[B, H, L, *]`` with the rows ``[B N, H, width, *]`` of N documents in their places."""
+    if not x.shape[0]:
+        return x
     flat = rows.unflatten(0, (x.shape[0], -1)).transpose(1, 2).flatten(2, 3)  # [B, H, N width, *]
     return x.index_copy(2, index[keep], flat.index_select(2, keep))
 
