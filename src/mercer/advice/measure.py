@@ -17,7 +17,7 @@ from mercer.core.machine_default import DEFAULT
 from mercer.core.state import State
 from mercer.core.structures import Causal, merge
 from mercer.core.support import Sizes
-from mercer.core.work import FUSED, Work, parts
+from mercer.core.work import FEW, FUSED, Work, parts
 from mercer.errors import InvalidArgument
 from mercer.ops import attention
 from mercer.runtime.environment import processor
@@ -59,7 +59,10 @@ TRIALS: dict[str, tuple[tuple[str, str, str], tuple[Trial, ...]]] = {
         (_TINY, Trial(Exp(), 512, 16), Trial(Exp(), 512, 64), Trial(Exp(), 1024, 64)),
     ),
     "sdpa": (("chunked", "pairs", "sdpa"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
-    "fused_softmax": (("chunked", "pairs", "numba"), (_TINY, Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64))),
+    "fused_softmax": (  # more queries than a step of decoding has: 8 would be counted as one
+        ("chunked", "pairs", "numba"),
+        (Trial(Exp(), 2 * FEW, 16, 1), Trial(Exp(), 1024, 16), Trial(Exp(), 1024, 64)),
+    ),
     "fused_decode": (
         ("chunked", "pairs", "numba"),
         (Trial(Exp(), 1, 16, 1, past=8), Trial(Exp(), 1, 64, past=4096), Trial(Exp(), 8, 64, past=2048)),
