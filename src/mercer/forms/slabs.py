@@ -41,16 +41,16 @@ class Slab:
 
     def key_side(self, x: Tensor, at: Index) -> Tensor:
         """``[N, tk, *]``, a view where the strides allow."""
-        return x[self.rows, self.heads, at].flatten(0, 1)
+        return _taken(x[self.rows, self.heads], at).flatten(0, 1)
 
     def query_side(self, x: Tensor, at: Index) -> Tensor:
         """``[N, g tq, *]``."""
-        part = x[self.rows, self.query_heads, at]
+        part = _taken(x[self.rows, self.query_heads], at)
         return part.reshape(self.count, -1, part.shape[-1])
 
     def query_rows(self, x: Tensor, at: Index) -> Tensor:
         """``[N, g tq, 1]`` of a tensor ``[B, Hq, Lq]``."""
-        return x[self.rows, self.query_heads, at].reshape(self.count, -1, 1)
+        return _taken(x[self.rows, self.query_heads], at).reshape(self.count, -1, 1)
 
     def store(self, target: Tensor, at: Index, source: Tensor) -> None:
         """Write rows ``[N, g tq, *]`` (or without the last dimension) back to ``[B, Hq, Lq, *]``."""
@@ -70,3 +70,8 @@ class Slab:
         """A tile ``[N, g tq, tk]`` seen as ``[b, Hq', tq, tk]``."""
         heads = self.count // self.batch * self.groups
         return tile.view(self.batch, heads, -1, tile.shape[-1])
+
+
+def _taken(x: Tensor, at: Index) -> Tensor:
+    """Tokens of ``[b, h, L, *]``: a view, or a copy by the quicker of torch's two ways."""
+    return x[:, :, at] if isinstance(at, slice) else x.index_select(2, at)
