@@ -156,7 +156,8 @@ def test_digits_do_not_depend_on_the_number_of_threads(
     k, v = (draw(1, 3, 5000, 32, generator=generator, dtype=dtype) for _ in range(2))
     threads, found = torch.get_num_threads(), []
     try:
-        for n in (1, 2, 3, 7):
+        for n, large in ((1, 0), (2, 0), (3, 1 << 40), (7, 0), (7, 1 << 40)):
+            monkeypatch.setattr(module, "LARGE", large)
             torch.set_num_threads(n)
             found.append(decode(q, k, v, 0.2))
     finally:

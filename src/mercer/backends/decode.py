@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mercer.backends.sharing import installed, share, threads_for
+from mercer.backends.sharing import installed, share, share_each, threads_for
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.normalizers import Normalizer
 from mercer.core.structures import Merged
@@ -27,6 +27,8 @@ LEAST_ENTRIES = 1 << 16
 """Numbers of keys and values from which nobody minds that a compiler starts: a quarter of a megabyte in float32."""
 ALONE = 1 << 20
 """Bytes of keys and values up to which one thread is quicker than waking others."""
+LARGE = 1 << 24
+"""Bytes from which threads take range after range, so that none waits for one that is held up; below, equal runs."""
 ITEMS = 64
 """Ranges over all heads, where there are keys enough: several for each thread, whatever their number."""
 
@@ -159,8 +161,10 @@ def decode(
 
     if threads == 1:
         part(0, 0, total)
-    else:
+    elif moved < LARGE:
         share(total, part)
+    else:
+        share_each(total, lambda thread, item: part(thread, item, item + 1))
     finish(table, every, 0, batch * heads)
     return out, log_sum
 
