@@ -25,7 +25,7 @@ from mercer.errors import InvalidArgument, Unsupported
 
 LEAST_ENTRIES = 1 << 16
 """Numbers of keys and values from which nobody minds that a compiler starts: a quarter of a megabyte in float32."""
-ALONE = 1 << 20
+ALONE = 3 << 22
 """Bytes of keys and values up to which one thread is quicker than waking others."""
 LARGE = 1 << 24
 """Bytes from which threads take range after range, so that none waits for one that is held up; below, equal runs."""
