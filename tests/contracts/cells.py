@@ -226,7 +226,8 @@ def structures(shape: Shape, generator: torch.Generator, dtype: torch.dtype = to
     slopes = uniform(heads).to(dtype).requires_grad_()
     rate = (uniform(heads) * 0.5 + 0.4).to(dtype).requires_grad_()
     shared = (uniform(1) * 0.5 + 0.4).to(dtype).requires_grad_()
-    table = (2 * uniform(heads, 5) - 1).to(dtype).requires_grad_()
+    own = torch.Generator().manual_seed(heads)  # which leaves the numbers of all other cells as they were
+    table = (2 * torch.rand(heads, 5, generator=own, dtype=torch.float64) - 1).to(dtype).requires_grad_()
     by_key = (-uniform(batch, key_heads, length)).to(dtype).requires_grad_()
     by_query = (uniform(batch, heads, length) * 0.5 + 0.4).to(dtype).requires_grad_()
 
