@@ -131,8 +131,9 @@ def attention(
             dtype of the sums, minus infinity where nothing is seen. Differentiable. Needs a kernel that is positive.
         form: ``"auto"``, ``"dense"``, ``"chunked"`` or ``"recurrent"``.
         path: ``"auto"``, ``"pairs"`` or ``"features"``.
-        backend: ``"auto"``, ``"torch"``, ``"sdpa"`` or ``"numba"``; the last two serve ``Exp`` in the chunked form by
-            pairs, ``"numba"`` also finite kernels by features: chunked, and recurrent where no gradient is wanted.
+        backend: ``"auto"``, ``"torch"``, ``"sdpa"``, ``"flex"`` or ``"numba"``; the last three serve ``Exp`` in the
+            chunked form by pairs, ``"numba"`` also finite kernels by features: chunked, and recurrent where no gradient
+            is wanted.
 
     Returns:
         ``[B, Hq, Lq, Dv]`` in the dtype of ``query``; with ``return_state`` or ``return_lse`` a tuple of it, the

@@ -34,8 +34,8 @@ class Plan:
         form: ``dense``, ``chunked`` or ``recurrent``.
         path: ``pairs`` (scores of query-key pairs; the state is a key/value cache) or ``features`` (a fixed-size
             feature state).
-        backend: what runs it: ``torch`` (this library's forms), ``numba`` (its fused kernels on the CPU) or ``sdpa``
-            (torch's fused attention, where it computes the same).
+        backend: what runs it: ``torch`` (this library's forms), ``numba`` (its fused kernels on the CPU), ``sdpa``
+            (torch's fused attention, where it computes the same) or ``flex`` (its flex attention, on a GPU).
         flops: floating-point operations of the products.
         bytes: bytes of queries, keys, values and outputs, each moved once.
         state_bytes: bytes of the state that the call leaves behind if asked to.
