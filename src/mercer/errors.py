@@ -26,4 +26,4 @@ class Interrupted(MercerError):
 
 
 class PeerError(MercerError, ConnectionError):
-    """Another process did not send or take in time what it should have; the message names it, the step and the limit."""
+    """Another process did not send or take what it should have in time; the message names it, the step, the limit."""
