@@ -9,8 +9,11 @@ from mercer.errors import InvalidArgument
 
 
 def longest(length: int, padding: Tensor | None = None, offset: Tensor | None = None) -> int:
-    """Real tokens of the longest sequence of a call: `length` new ones, less padding, after `offset` earlier ones."""
-    if padding is None and offset is None:
+    """Real tokens of the longest sequence of a call: `length` new ones, less padding, after `offset` earlier ones.
+
+    Under torch.compile only new tokens are counted: a compiled graph cannot depend on what a tensor holds.
+    """
+    if (padding is None and offset is None) or torch.compiler.is_compiling():
         return length
     counts = torch.tensor([length]) if padding is None else padding.sum(1)
     if offset is not None:
