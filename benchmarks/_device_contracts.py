@@ -22,10 +22,11 @@ from tests.tolerance import relative_error, tolerance
 from torch import Tensor
 
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Structure, merge
+from mercer.core.structures import Structure
 from mercer.core.support import unsupported
 from mercer.ops import attention
 

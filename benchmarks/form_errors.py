@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.log_weights import Alibi, Decay
+from mercer.core.merged import merge
 from mercer.core.normalizers import L2, Normalizer, Sum
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Alibi, Causal, Decay, Full, Padding, Structure, Window, merge
+from mercer.core.structures import Causal, Full, Padding, Structure, Window
 from mercer.core.support import FORMS, PATHS, unsupported
 from mercer.ops import attention, plan
 

@@ -72,7 +72,7 @@ def pattern(name: str) -> Structure:
 def pairs(structure: Structure, length: int) -> int:
     """Visible pairs of one head."""
     from mercer.core.cost import visible_pairs
-    from mercer.core.structures import merge
+    from mercer.core.merged import merge
     from mercer.core.support import Sizes
 
     return visible_pairs(merge(structure), Sizes(1, HEADS, HEADS, length, length, DIM, DIM))

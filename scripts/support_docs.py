@@ -10,24 +10,14 @@ from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
+from mercer.core.log_weights import Alibi, Decay, RelativeBias
+from mercer.core.merged import Merged, merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.pairwise import Bias, Mask
 from mercer.core.patterns import Blocks, Longformer, Strided
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import (
-    Alibi,
-    Causal,
-    Decay,
-    Documents,
-    Full,
-    Merged,
-    Padding,
-    RelativeBias,
-    Structure,
-    Window,
-    merge,
-)
+from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.core.support import FORMS, PATHS, unsupported
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"

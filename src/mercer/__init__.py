@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mercer.core.feature_variance import feature_mean, feature_variance
     from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
     from mercer.core.learned_maps import Hedgehog, MlpFeatures, matching_loss
+    from mercer.core.log_weights import Alibi, Decay, RelativeBias
     from mercer.core.machine import Machine, use_machine
     from mercer.core.mixed import Mixed
     from mercer.core.names import attention_name, parse_attention
@@ -38,18 +39,7 @@ if TYPE_CHECKING:
     )
     from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
     from mercer.core.state import CacheState, FeatureState, MixedState, State
-    from mercer.core.structures import (
-        Alibi,
-        Causal,
-        Decay,
-        Documents,
-        Full,
-        Padding,
-        Pattern,
-        RelativeBias,
-        Structure,
-        Window,
-    )
+    from mercer.core.structures import Causal, Documents, Full, Padding, Pattern, Structure, Window
     from mercer.errors import (
         Interrupted,
         InvalidArgument,
@@ -90,15 +80,13 @@ _HOMES = {
     "mercer.core.names": ("attention_name", "parse_attention"),
     "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Standardize", "Sum"),
     "mercer.core.state": ("CacheState", "FeatureState", "MixedState", "State"),
+    "mercer.core.log_weights": ("Alibi", "Decay", "RelativeBias"),
     "mercer.core.structures": (
-        "Alibi",
         "Causal",
-        "Decay",
         "Documents",
         "Full",
         "Padding",
         "Pattern",
-        "RelativeBias",
         "Structure",
         "Window",
     ),

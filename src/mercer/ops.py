@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mercer.core.kernels import Exp, Kernel
+from mercer.core.merged import Merged, merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import CacheState, FeatureState, MixedState, State
-from mercer.core.structures import Full, Merged, Structure, merge
+from mercer.core.structures import Full, Structure
 from mercer.core.support import Sizes, sums_weights
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.forms import packed

@@ -10,9 +10,9 @@ from mercer.backends import decode, flex, polynomial, sdpa, softmax, step
 from mercer.core import cost
 from mercer.core.kernels import Kernel
 from mercer.core.machine import machine_in_use
+from mercer.core.merged import Merged
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
-from mercer.core.structures import Merged
 from mercer.core.support import FEATURE_CHUNK, FORMS, PATHS, Sizes, sums_weights, unsupported
 from mercer.core.work import FUSED_BLOCK, parts
 from mercer.errors import InvalidArgument, Unsupported

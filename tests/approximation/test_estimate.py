@@ -13,10 +13,11 @@ from mercer.approximation import gaussian_inputs
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Taylor
 from mercer.core.learned_maps import Hedgehog
+from mercer.core.log_weights import Alibi
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, Identity, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import Alibi, Causal, Padding, Window
+from mercer.core.structures import Causal, Padding, Window
 from mercer.errors import InvalidArgument, NonFinite, Unsupported
 from mercer.ops import attention
 

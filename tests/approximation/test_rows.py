@@ -8,10 +8,12 @@ from mercer.approximation.rows import Rows
 from mercer.core.denominators import Length, SigmoidGate
 from mercer.core.feature_maps import ExpFeatures
 from mercer.core.kernels import Elu, Exp, Gaussian, Power, Relu, Taylor
+from mercer.core.log_weights import Alibi, Decay
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, Identity, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Window, merge
+from mercer.core.structures import Causal, Documents, Full, Padding, Window
 from mercer.ops import attention
 
 LENGTH = 23

@@ -10,8 +10,9 @@ from mercer.approximation import gaussian_inputs
 from mercer.approximation.comparison import attended_pairs
 from mercer.approximation.rows import Rows
 from mercer.core.feature_variance import feature_mean, feature_variance
+from mercer.core.merged import merge
 from mercer.core.random_features import PositiveRandomFeatures, RandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import Causal, Padding, merge
+from mercer.core.structures import Causal, Padding
 
 
 def test_pairs_are_drawn_as_softmax_attends() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 from mercer.backends import decode as module
 from mercer.backends.decode import decode
 from mercer.core.kernels import Exp
+from mercer.core.log_weights import Alibi, Decay
 from mercer.core.normalizers import L2, Identity, Normalizer, Sum
 from mercer.core.state import CacheState
-from mercer.core.structures import Alibi, Causal, Decay, Full, Padding, Structure, Window
+from mercer.core.structures import Causal, Full, Padding, Structure, Window
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.forms import few
 from mercer.ops import attention, plan

@@ -15,7 +15,8 @@ from tests.tolerance import assert_close
 from mercer.backends import polynomial
 from mercer.backends.polynomial import feature_count, polynomial_scan, serves
 from mercer.core.kernels import Elu, Exp, Power, Relu, Taylor
-from mercer.core.structures import Causal, Full, merge
+from mercer.core.merged import merge
+from mercer.core.structures import Causal, Full
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.forms.scan import chunked

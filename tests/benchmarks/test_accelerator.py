@@ -19,7 +19,8 @@ from tests.contracts import cells
 from benchmarks import _device_contracts, _device_times, accelerator
 from mercer import Causal, Sum
 from mercer.core.kernels import Kernel
-from mercer.core.structures import Alibi, Both
+from mercer.core.log_weights import Alibi
+from mercer.core.structures import Both
 
 CPU = torch.device("cpu")
 LIMITS = Limits({"float32": {"": 1e12}, "bfloat16": {"": 1e12}}, 1e11, 1e11)

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from mercer.core.kernels import Kernel
+from mercer.core.merged import merge
 from mercer.core.normalizers import Normalizer, Sum
-from mercer.core.structures import Structure, merge
+from mercer.core.structures import Structure
 from mercer.core.support import FORMS, PATHS, unsupported
 
 

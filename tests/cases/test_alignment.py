@@ -6,9 +6,10 @@ from tests.cases.builders import cells, filled, normal
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.log_weights import Alibi
 from mercer.core.normalizers import L2, Normalizer, Sum
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Alibi, Causal, Full, Padding, Structure, Window
+from mercer.core.structures import Causal, Full, Padding, Structure, Window
 from mercer.nn.rotary import Rotary
 from mercer.ops import attention
 

@@ -6,8 +6,9 @@ from tests.cases.builders import cells, normal, positive
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.log_weights import Alibi, Decay
 from mercer.core.state import CacheState, FeatureState
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Padding, Structure
+from mercer.core.structures import Causal, Documents, Padding, Structure
 from mercer.ops import attention
 
 KERNELS: list[Kernel] = [Exp(), Elu(), Taylor(2)]

@@ -17,9 +17,10 @@ from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
+from mercer.core.log_weights import Alibi, Decay, RelativeBias
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, RelativeBias, Structure, Window
+from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.forms import scan, tiles
 
 KERNELS: dict[str, Kernel] = {

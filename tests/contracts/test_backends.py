@@ -6,9 +6,10 @@ from tests.contracts import cells
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Elu, Exp, Taylor
+from mercer.core.log_weights import Alibi, Decay
 from mercer.core.normalizers import Identity
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Alibi, Causal, Decay, Full, Padding, Structure, Window
+from mercer.core.structures import Causal, Full, Padding, Structure, Window
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.ops import attention, plan
 

@@ -9,9 +9,10 @@ from tests.tolerance import assert_close
 from torch import Tensor
 
 from mercer.core.kernels import Elu, Kernel, Relu, Taylor
+from mercer.core.log_weights import Decay
 from mercer.core.normalizers import L2, Normalizer, Standardize, Sum
 from mercer.core.state import FeatureState, State
-from mercer.core.structures import Causal, Decay, Structure
+from mercer.core.structures import Causal, Structure
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.ops import attention

@@ -5,8 +5,8 @@ import torch
 from tests.contracts import cells
 from tests.tolerance import accumulator, assert_close
 
+from mercer.core.merged import merge
 from mercer.core.reference import reference_attention
-from mercer.core.structures import merge
 from mercer.core.support import unsupported
 from mercer.ops import attention
 

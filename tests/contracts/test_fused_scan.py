@@ -7,11 +7,13 @@ from tests.tolerance import assert_close
 from torch import Tensor
 
 from mercer.core.kernels import Elu, Taylor
+from mercer.core.log_weights import Decay
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, Identity, Normalizer, Sum
 from mercer.core.reference import reference_attention
 from mercer.core.state import State
-from mercer.core.structures import Causal, Decay, Full, merge
+from mercer.core.structures import Causal, Full
 from mercer.core.support import Sizes, unsupported
 from mercer.errors import Unsupported
 from mercer.ops import attention, plan

@@ -7,9 +7,11 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.gradcheck import GradcheckError
 
 from mercer.core.kernels import Taylor
+from mercer.core.log_weights import Alibi, Decay
+from mercer.core.merged import merge
 from mercer.core.normalizers import Sum
 from mercer.core.state import CacheState, FeatureState
-from mercer.core.structures import Alibi, Causal, Decay, merge
+from mercer.core.structures import Causal
 from mercer.core.support import unsupported
 from mercer.errors import Unsupported
 from mercer.ops import attention

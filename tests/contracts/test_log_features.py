@@ -10,11 +10,13 @@ from tests.tolerance import assert_close
 from torch import Tensor
 
 from mercer.core.kernels import Elu, Kernel
+from mercer.core.log_weights import Alibi, Decay
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, Identity, Normalizer, Sum
 from mercer.core.reference import reference_attention
 from mercer.core.state import FeatureState
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window, merge
+from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.core.support import unsupported
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.ops import attention

@@ -12,11 +12,12 @@ from tests.tolerance import assert_close
 from torch import Tensor
 
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, Identity, Normalizer, Sum
 from mercer.core.reference import reference_attention
 from mercer.core.state import MixedState, State
-from mercer.core.structures import Causal, Full, Padding, Window, merge
+from mercer.core.structures import Causal, Full, Padding, Window
 from mercer.core.support import unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.ops import attention, plan

@@ -7,11 +7,12 @@ from tests.tolerance import assert_close
 
 from mercer.core.feature_maps import ExpFeatures
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
 from mercer.core.random_features import PositiveRandomFeatures
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Causal, merge
+from mercer.core.structures import Causal
 from mercer.core.support import unsupported
 from mercer.ops import attention
 

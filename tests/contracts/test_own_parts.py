@@ -10,10 +10,11 @@ from tests.tolerance import assert_close
 from torch import Tensor
 
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.merged import merge
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.reference import reference_attention, reference_state
 from mercer.core.state import FeatureState
-from mercer.core.structures import Causal, merge
+from mercer.core.structures import Causal
 from mercer.core.support import unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.ops import attention

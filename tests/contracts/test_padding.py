@@ -6,9 +6,10 @@ from tests.contracts import cells
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Elu, Exp, Kernel, Relu, Taylor
+from mercer.core.merged import merge
 from mercer.core.normalizers import Sum
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Causal, Padding, merge
+from mercer.core.structures import Causal, Padding
 from mercer.core.support import unsupported
 from mercer.ops import attention
 

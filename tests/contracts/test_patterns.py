@@ -145,6 +145,15 @@ def test_patterns_of_rows_are_refused_in_documents(name):
         attention(*inputs(), structure=PATTERNS[name] & Documents(torch.tensor([0, 9, LENGTH])), form="chunked")
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("form", ["dense", "chunked"])
+def test_patterns_of_rows_are_for_so_many_rows(rows, form):
+    query, key, value = inputs(batch=rows)
+    for pattern in (Longformer(6, mask=MARKS), Window(2) | Global(mask=MARKS), PrefixLM(torch.tensor([3, 14]))):
+        with pytest.raises(InvalidArgument, match=f"given for 2 batch rows, but this call has {rows}"):
+            attention(query, key, value, structure=pattern, form=form)
+
+
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name not in ENDING])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_cache_continues_what_is_causal(name, padded, tiles):

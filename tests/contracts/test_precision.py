@@ -5,8 +5,9 @@ import torch
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Taylor
+from mercer.core.log_weights import Decay
 from mercer.core.normalizers import L2, Identity, Sum
-from mercer.core.structures import Causal, Decay
+from mercer.core.structures import Causal
 from mercer.errors import NonFinite
 from mercer.ops import attention
 

@@ -8,9 +8,11 @@ from tests.contracts import cells
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Elu, Exp, Gaussian, Kernel, Relu, Taylor
+from mercer.core.log_weights import Alibi, Decay
+from mercer.core.merged import merge
 from mercer.core.normalizers import L2, RMS, Normalizer, Sum
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Alibi, Causal, Decay, Full, Padding, Structure, Window, merge
+from mercer.core.structures import Causal, Full, Padding, Structure, Window
 from mercer.core.support import unsupported
 from mercer.forms import scan, tiles
 from mercer.ops import attention, plan

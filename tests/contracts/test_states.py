@@ -8,10 +8,11 @@ from tests.tolerance import assert_close
 
 from mercer.core.growth import spare
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
+from mercer.core.merged import merge
 from mercer.core.normalizers import Sum
 from mercer.core.reference import reference_attention, reference_state
 from mercer.core.state import CacheState, FeatureState, State
-from mercer.core.structures import Causal, Structure, merge
+from mercer.core.structures import Causal, Structure
 from mercer.core.support import unsupported
 from mercer.ops import attention
 

@@ -6,9 +6,10 @@ from tests.contracts import cells
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Exp, Kernel, Taylor
+from mercer.core.merged import merge
 from mercer.core.normalizers import L2, RMS, Normalizer, Sum
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Causal, merge
+from mercer.core.structures import Causal
 from mercer.core.support import table, unsupported
 from mercer.errors import Unsupported
 from mercer.ops import attention

@@ -6,8 +6,9 @@ from tests.contracts import cells
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Elu, Exp, Gaussian, Kernel, Taylor
+from mercer.core.merged import merge
 from mercer.core.normalizers import L2, Sum
-from mercer.core.structures import Causal, merge
+from mercer.core.structures import Causal
 from mercer.core.support import unsupported
 from mercer.forms import scan, tiles
 from mercer.ops import attention

@@ -9,11 +9,13 @@ from mercer.core.denominators import SigmoidGate
 from mercer.core.feature_variance import feature_variance
 from mercer.core.kernels import Elu, Exp, Taylor
 from mercer.core.learned_maps import Hedgehog, matching_loss
+from mercer.core.log_weights import Alibi, Decay
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Standardize
 from mercer.core.random_features import PositiveRandomFeatures
 from mercer.core.state import CacheState, FeatureState, State
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Full, Padding, Structure, Window, merge
+from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.errors import InvalidArgument, NonFinite, Unsupported
 from mercer.nn import Attention
 from mercer.ops import attention, plan

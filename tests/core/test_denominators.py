@@ -7,9 +7,10 @@ from tests.tolerance import assert_close
 
 from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Elu, Exp, Kernel, Power, Taylor
+from mercer.core.merged import merge
 from mercer.core.normalizers import L2, Identity, Normalizer, Standardize, Sum
 from mercer.core.reference import reference_attention
-from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window, merge
+from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.core.support import unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.ops import attention, plan

@@ -12,12 +12,13 @@ from torch import Tensor
 from mercer.core.feature_maps import Dpfp, ExpFeatures
 from mercer.core.kernels import Elu, Exp, Kernel, Power, Taylor
 from mercer.core.learned_maps import Hedgehog, LearnedMap, MlpFeatures, matching_loss
+from mercer.core.log_weights import Decay
 from mercer.core.names import parse_attention
 from mercer.core.normalizers import L2, Identity, Sum
 from mercer.core.random_features import TrigonometricRandomFeatures
 from mercer.core.reference import kernel_value, monomial_features
 from mercer.core.state import FeatureState
-from mercer.core.structures import Causal, Decay
+from mercer.core.structures import Causal
 from mercer.errors import InvalidArgument
 from mercer.ops import attention
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from mercer.core import cost
 from mercer.core.features import monomial_count, monomials
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
-from mercer.core.structures import Causal, merge
+from mercer.core.merged import merge
+from mercer.core.structures import Causal
 from mercer.core.support import FEATURE_MEMORY_LIMIT, Sizes
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.ops import attention, plan

@@ -11,11 +11,12 @@ from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Taylor
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.machine import Cost, Machine, machine_in_use, use_machine
 from mercer.core.machine_default import DEFAULT
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.names import parse_attention
 from mercer.core.normalizers import L2
 from mercer.core.random_features import PositiveRandomFeatures
-from mercer.core.structures import Causal, Full, merge
+from mercer.core.structures import Causal, Full
 from mercer.core.support import Sizes
 from mercer.core.work import WAYS, Part, Work, parts
 from mercer.errors import InvalidArgument, Unsupported

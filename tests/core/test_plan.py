@@ -11,10 +11,12 @@ from mercer.core import cost
 from mercer.core.feature_maps import Dpfp
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
 from mercer.core.layout import layout, tokens
+from mercer.core.log_weights import Alibi
+from mercer.core.merged import merge
 from mercer.core.normalizers import L2, Normalizer, Sum
 from mercer.core.random_features import PositiveRandomFeatures
 from mercer.core.state import CacheState, FeatureState
-from mercer.core.structures import Alibi, Causal, Full, Padding, Structure, Window, merge
+from mercer.core.structures import Causal, Full, Padding, Structure, Window
 from mercer.core.support import Sizes, unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.ops import attention, plan

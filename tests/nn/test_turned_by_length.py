@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from mercer.core.bigbird import BigBird
 from mercer.core.kernels import Elu
+from mercer.core.log_weights import RelativeBias
 from mercer.core.normalizers import L2
 from mercer.core.patterns import Strided
 from mercer.core.state import CacheState, FeatureState
-from mercer.core.structures import Causal, Documents, Full, Padding, RelativeBias, Structure, Window
+from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.nn import Attention, DynamicNTK, LongRoPE, Rotary
 from mercer.ops import attention

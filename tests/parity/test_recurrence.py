@@ -6,8 +6,9 @@ from tests.tolerance import assert_close
 from torch import Tensor
 
 from mercer.core.kernels import Elu, Kernel, Power, Relu, Taylor
+from mercer.core.log_weights import Alibi, Decay
 from mercer.core.normalizers import Identity
-from mercer.core.structures import Alibi, Causal, Decay
+from mercer.core.structures import Causal
 from mercer.ops import attention
 
 B, H, L, D, DV = 2, 3, 19, 4, 5

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mercer.core.kernels import Exp
+from mercer.core.log_weights import Alibi
 from mercer.core.normalizers import L2, Sum
-from mercer.core.structures import Alibi, Causal, Documents, Full, Padding, Structure, Window
+from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.nn.positions import alibi_slopes
 from mercer.ops import attention
 

@@ -9,7 +9,7 @@ import torch
 from tests.studies.small import make_text
 
 from mercer.approximation import approximation_error, gaussian_inputs
-from mercer.core.structures import Alibi
+from mercer.core.log_weights import Alibi
 from mercer.errors import Interrupted, InvalidArgument, NonFinite, StorageError, Unsupported
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM

@@ -11,10 +11,11 @@ from mercer.advice.crossing import LIMIT, first_length
 from mercer.advice.result import Advice, Choice, Crossings, Option
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.machine import Machine, machine_in_use, use_machine
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.names import attention_name, parse_attention
 from mercer.core.normalizers import Normalizer, Sum
-from mercer.core.structures import Causal, merge
+from mercer.core.structures import Causal
 from mercer.core.support import Sizes, unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.planning import Plan, choose

@@ -14,8 +14,9 @@ from mercer.backends.sharing import installed
 from mercer.core.kernels import Elu, Exp, Kernel, Taylor
 from mercer.core.machine import Cost, Machine
 from mercer.core.machine_default import DEFAULT
+from mercer.core.merged import merge
 from mercer.core.state import State
-from mercer.core.structures import Causal, merge
+from mercer.core.structures import Causal
 from mercer.core.support import Sizes
 from mercer.core.work import FEW, FUSED, Work, parts
 from mercer.errors import InvalidArgument

@@ -17,10 +17,11 @@ from mercer.approximation.rows import Rows
 from mercer.approximation.spread import spread
 from mercer.approximation.state_cost import StateCost, state_cost
 from mercer.core.kernels import Exp, Kernel
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.random_features import RandomFeatures
-from mercer.core.structures import Full, Structure, merge
+from mercer.core.structures import Full, Structure
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.ops import plan

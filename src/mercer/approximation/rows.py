@@ -11,9 +11,9 @@ from torch import Tensor
 from mercer.core.counts import keys_seen
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, layout, tokens
+from mercer.core.merged import Merged
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
-from mercer.core.structures import Merged
 from mercer.forms.log_features import lower
 
 _WEIGHTS = 2**23

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from mercer.core.cost import feature_state_bytes
 from mercer.core.kernels import Kernel
+from mercer.core.merged import Merged
 from mercer.core.normalizers import Normalizer
-from mercer.core.structures import Merged
 from mercer.core.support import FEATURE_MEMORY_LIMIT, Sizes, unsupported
 
 

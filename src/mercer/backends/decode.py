@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 
 from mercer.backends.sharing import installed, share, share_each, threads_for
 from mercer.core.kernels import Exp, Kernel
+from mercer.core.merged import Merged
 from mercer.core.normalizers import Normalizer
-from mercer.core.structures import Merged
 from mercer.core.support import Sizes
 from mercer.core.work import SHORTEST_RANGE, few
 from mercer.errors import InvalidArgument, Unsupported

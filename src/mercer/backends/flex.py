@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.layout import Layout
+from mercer.core.merged import Merged
 from mercer.core.normalizers import Normalizer
 from mercer.core.places import Place
-from mercer.core.structures import Merged, Pattern, Window, intersection
+from mercer.core.structures import Pattern, Window, intersection
 from mercer.core.support import Sizes
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.layout import Layout
+from mercer.core.merged import Merged
 from mercer.core.normalizers import Normalizer
-from mercer.core.structures import Merged
 from mercer.core.support import Sizes
 
 

@@ -22,8 +22,8 @@ from mercer.backends.sharing import installed, share, share_each, threads_for
 from mercer.core.first_order import first_order
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.layout import Layout
+from mercer.core.merged import Merged
 from mercer.core.normalizers import Normalizer
-from mercer.core.structures import Merged
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
 

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.features import monomial_count, raising_table
 from mercer.core.kernels import Kernel
-from mercer.core.structures import Merged
+from mercer.core.merged import Merged
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mercer.core.kernels import Kernel
+from mercer.core.merged import Merged
 from mercer.core.places import Geometry
 from mercer.core.schedule import Schedule, schedule
-from mercer.core.structures import Merged, Window, intersection
+from mercer.core.structures import Window, intersection
 from mercer.core.support import FEATURE_CHUNK, Sizes
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mercer.core.layout import Tokens
-from mercer.core.structures import Merged
+from mercer.core.merged import Merged
 
 
 def keys_seen(merged: Merged, own: Tokens, past: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mercer.core.merged import Merged
 from mercer.core.places import Index, Place
-from mercer.core.structures import Merged, Pattern, intersection, union
+from mercer.core.structures import Pattern, intersection, union
 from mercer.errors import InvalidArgument
 
 
@@ -274,6 +275,11 @@ def _in_order(batch: int, query_heads: int, query_length: int, key_length: int, 
 
 def layout(merged: Merged, own: Tokens, past: PastKeys | None = None) -> Layout:
     """The layout of queries against this call's keys, with the keys of a cache before them."""
+    for pattern in merged.patterns:
+        if pattern.rows not in (None, own.batch):
+            raise InvalidArgument(
+                f"{pattern} is given for {pattern.rows} batch rows, but this call has {own.batch}: give one row each."
+            )
     query_position, key_position, key_valid = own.query_rank, own.key_rank, own.key_valid
     query_log, key_log = own.query_log, own.key_log
     if key_log is not None and own.key_weight is not None:

@@ -200,6 +200,10 @@ class Global(Pattern):
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mask is not None
 
+    @property
+    def rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.mask is None else self.mask.shape[0]
+
     def planned(self) -> Pattern:
         if self.mask is None:
             return self
@@ -262,6 +266,10 @@ class Longformer(Pattern):
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mask is not None
 
+    @property
+    def rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.mask is None else self.mask.shape[0]
+
     def planned(self) -> Pattern:
         if self.mask is None:
             return self
@@ -297,6 +305,10 @@ class Prefix(Pattern):
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return isinstance(self.length, Tensor)
+
+    @property
+    def rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.length.shape[0] if isinstance(self.length, Tensor) else None
 
     @property
     def pairwise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -349,6 +361,10 @@ class PrefixLM(Pattern):
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Prefix(self.length).per_row
+
+    @property
+    def rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Prefix(self.length).rows
 
     def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
         return *Causal().alternatives(), (Prefix(self.length),)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mercer.core.layout import Layout, layout, tokens
-from mercer.core.structures import Both, Either, Merged, Pattern, Structure, merge
+from mercer.core.merged import Merged, merge
+from mercer.core.structures import Both, Either, Pattern, Structure
 from mercer.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -16,23 +16,13 @@ from torch import Tensor
 from mercer.core.bigbird import BigBird
 from mercer.core.denominators import Clamped, Detached, Length, SigmoidGate
 from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu, Taylor
+from mercer.core.log_weights import Alibi, Decay, RelativeBias
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.pairwise import Bias, Mask
 from mercer.core.reference_maps import literal_features
 from mercer.core.reference_patterns import literal_weight, literally_shown
-from mercer.core.structures import (
-    Alibi,
-    Causal,
-    Decay,
-    Documents,
-    Full,
-    Padding,
-    Pattern,
-    RelativeBias,
-    Structure,
-    Window,
-)
+from mercer.core.structures import Causal, Documents, Full, Padding, Pattern, Structure, Window
 from mercer.errors import Unsupported
 
 

@@ -104,6 +104,7 @@ class Pattern(Structure):
         weighs: whether :meth:`log_weight` gives anything.
         asks: whether only :meth:`sees` knows if rows or heads differ.
         exact: whether it shows no more than is visible.
+        rows: the batch rows that it is given for; None: any number.
         pairwise: whether :meth:`sees` also answers for a single pair, given tensors without dimensions.
     """
 
@@ -114,6 +115,7 @@ class Pattern(Structure):
     weighs: bool = False
     asks: bool = False
     exact: bool = True
+    rows: int | None = None
     pairwise: bool = False
 
     def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
@@ -203,6 +205,10 @@ class Either(Pattern):
     @property
     def ends(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return next((part.ends for part in self._patterns if part.ends is not None), None)
+
+    @property
+    def rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return next((part.rows for part in self._patterns if part.rows is not None), None)
 
     def in_documents(self) -> Pattern:
         return self._mapped(lambda part: part.in_documents())
@@ -330,7 +336,7 @@ class Padding(Structure):
     def __post_init__(self) -> None:
         if (self.mask is None) == (self.lengths is None):
             raise InvalidArgument("Padding: give exactly one of mask and lengths.")
-        _tensors("Padding", mask=self.mask, lengths=self.lengths, queries=self.queries)
+        tensors_only("Padding", mask=self.mask, lengths=self.lengths, queries=self.queries)
         for name, value in (("mask", self.mask), ("queries", self.queries)):
             if value is not None and (value.dtype != torch.bool or value.dim() != 2):
                 raise InvalidArgument(
@@ -360,7 +366,7 @@ class Documents(Structure):
     offsets: Tensor
 
     def __post_init__(self) -> None:
-        _tensors("Documents", offsets=self.offsets)
+        tensors_only("Documents", offsets=self.offsets)
         if self.offsets.dim() != 1 or self.offsets.numel() < 2 or self.offsets.is_floating_point():
             raise InvalidArgument(
                 f"Documents: offsets must be integers [N + 1], N at least 1, not {self.offsets.dtype} "
@@ -380,122 +386,6 @@ class Documents(Structure):
         return f"Documents({self.offsets.numel() - 1} documents)"
 
 
-@dataclass(frozen=True, eq=False)
-class Alibi(Structure):
-    """Log-weight -slope_h |i - j|, distances exact in any dtype; differentiable in the slopes.
-
-    Under :class:`~mercer.Exp` it is ALiBi; under a finite kernel and a causal structure, exponential decay.
-
-    Args:
-        slopes: ``[Hq]``, 0 or more. :func:`mercer.nn.alibi_slopes` gives the standard ones.
-
-    Source: Press et al. 2021, arXiv 2108.12409.
-    """
-
-    slopes: Tensor
-
-    def __post_init__(self) -> None:
-        _tensors("Alibi", slopes=self.slopes)
-        if self.slopes.dim() != 1:
-            raise InvalidArgument(f"Alibi: slopes must be [heads], not {list(self.slopes.shape)}.")
-        if not bool(((self.slopes >= 0) & (self.slopes < torch.inf)).all()):
-            raise InvalidArgument("Alibi: every slope must be finite and 0 or more.")
-
-    def __str__(self) -> str:
-        return "Alibi(slopes)"
-
-
-@dataclass(frozen=True, eq=False)
-class RelativeBias(Structure):
-    """Log-weight table[h, n] of a key that stands n - left positions after the query; keys further away have that of
-    the nearest entry. Differentiable in the table; by pairs.
-
-    Args:
-        table: ``[Hq, distances]``, finite. :class:`mercer.nn.T5Bias` learns one.
-        left: the first entry is for keys at this distance before the query, 0 or more and below the number of entries.
-            Default that number less 1: the last entry is the query's own place, and its weight that of keys ahead.
-
-    Source: Shaw et al. 2018, arXiv 1803.02155 (clipped distances); Raffel et al. 2020, arXiv 1910.10683 (scalars).
-    """
-
-    table: Tensor
-    left: int | None = None
-
-    def __post_init__(self) -> None:
-        _tensors("RelativeBias", table=self.table)
-        if self.table.dim() != 2 or not self.table.shape[1]:
-            raise InvalidArgument(f"RelativeBias: table must be [heads, distances], not {list(self.table.shape)}.")
-        if not bool(torch.isfinite(self.table).all()):
-            raise InvalidArgument("RelativeBias: every entry of the table must be finite.")
-        if self.left is not None:
-            at_least("RelativeBias", 0, left=self.left)
-            if self.left >= self.table.shape[1]:
-                raise InvalidArgument(
-                    f"RelativeBias: left must be below the table's {self.table.shape[1]} distances, not {self.left}."
-                )
-
-    @property
-    def before(self) -> int:
-        """The distance of the first entry."""
-        return self.table.shape[1] - 1 if self.left is None else self.left
-
-    def __str__(self) -> str:
-        return f"RelativeBias({self.table.shape[1]} distances, left={self.before})"
-
-
-@dataclass(frozen=True, eq=False)
-class Decay(Structure):
-    """Log-weight sum_{t=j+1..i} log(rate_t): every step multiplies what was seen before by its rate. Needs a causal
-    structure.
-
-    Under a finite kernel this is the decay of RetNet (per head) and of gated linear recurrences with scalar gates
-    (per token); under :class:`~mercer.Exp` it is the forgetting attention of Lin et al. 2025. Differentiable in the
-    rates.
-
-    Args:
-        rate: ``[H]`` per head or ``[B, H, L]`` per token, in (0, 1]; H is 1, the number of key heads, or of query
-            heads; L that of keys.
-        log_rate: the same as logarithms, 0 or less. Give exactly one of the two; gates near 1 keep their precision as
-            logarithms.
-        complement: also weigh what token j adds by 1 - rate_j, so that the weights of a long past sum to 1: the
-            recency gate of random-feature attention, S_j = rate_j S_{j-1} + (1 - rate_j) phi(k_j) v_j^T. (By pairs
-            the gradient of a rate of exactly 1 leaves this factor out.)
-
-    Source: Sun et al. 2023 (RetNet), arXiv 2307.08621; Lin et al. 2025 (Forgetting Transformer), arXiv 2503.02130;
-    Peng et al. 2021 (RFA), arXiv 2103.02143.
-    """
-
-    rate: Tensor | None = None
-    log_rate: Tensor | None = None
-    complement: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.rate is None) == (self.log_rate is None):
-            raise InvalidArgument("Decay: give exactly one of rate and log_rate.")
-        _tensors("Decay", rate=self.rate, log_rate=self.log_rate)
-        value = self.rate if self.rate is not None else self.log_rate
-        assert value is not None
-        if value.dim() not in (1, 3):
-            raise InvalidArgument(f"Decay: rates must be [heads] or [batch, heads, length], not {list(value.shape)}.")
-        inside = ((value > 0) & (value <= 1)) if self.rate is not None else ((value > -torch.inf) & (value <= 0))
-        if not bool(inside.all()):
-            allowed = "in (0, 1]" if self.rate is not None else "finite and 0 or less"
-            raise InvalidArgument(f"Decay: every {'rate' if self.rate is not None else 'log_rate'} must be {allowed}.")
-
-    @property
-    def per_token(self) -> bool:
-        return (self.rate if self.rate is not None else self.log_rate).dim() == 3  # pyright: ignore[reportOptionalMemberAccess]
-
-    def logs(self) -> Tensor:
-        """Logarithms of the rates in float64, ``[1, H, 1]`` or ``[B, H, L]``."""
-        logs = self.log_rate.double() if self.log_rate is not None else self.rate.double().log()  # pyright: ignore[reportOptionalMemberAccess]
-        return logs.view(1, -1, 1) if logs.dim() == 1 else logs
-
-    def __str__(self) -> str:
-        rates = "per token" if self.per_token else "per head"
-        return f"Decay({rates}, complement)" if self.complement else f"Decay({rates})"
-
-
 class Pairwise(Structure):
     """What a tensor says of every pair of a call's own queries and keys: :mod:`mercer.core.pairwise`.
 
@@ -508,118 +398,7 @@ class Pairwise(Structure):
     hides: ClassVar[bool]
 
 
-@dataclass(frozen=True, eq=False)
-class Merged:
-    """A structure's parts, merged: what the forms and the support table ask about."""
-
-    left: int | None
-    right: int | None
-    padding: Padding | None
-    documents: Documents | None
-    alibi: Alibi | None
-    decay: Decay | None
-    relative: RelativeBias | None = None
-    patterns: tuple[Pattern, ...] = ()
-    """What is visible beside the band from ``left`` to ``right``: all of these must show a pair."""
-    mask: Pairwise | None = None
-    bias: Pairwise | None = None
-
-    @property
-    def pairwise(self) -> tuple[Pairwise, ...]:
-        """What is said of every pair by a tensor."""
-        return tuple(part for part in (self.mask, self.bias) if part is not None)
-
-    @property
-    def causal(self) -> bool:
-        """Nothing after a query's own position is visible."""
-        return self.right == 0
-
-    @property
-    def ordered(self) -> bool:
-        """Positions matter, so queries and keys are the same tokens (self-attention)."""
-        band = self.left is not None or self.right is not None
-        return band or self.weighted or self.documents is not None or bool(self.patterns)
-
-    @property
-    def weighted(self) -> bool:
-        """Log-weights are not all 0."""
-        parts = (self.alibi, self.decay, self.relative)
-        return any(p is not None for p in parts) or any(p.weighs for p in self.patterns)
-
-    def entries(self, batch: int) -> int:
-        """Batch entries of a state: one per row, or per document of each row."""
-        return batch * (self.documents.offsets.numel() - 1) if self.documents is not None else batch
-
-    def weight_heads(self, query_heads: int, key_heads: int) -> int:
-        """Heads of a feature state: those of the keys, or of the queries where each of them has a decay of its own."""
-        decays = 1 if self.decay is None else self.decay.logs().shape[1]
-        return query_heads if self.alibi is not None or decays not in (1, key_heads) else key_heads
-
-    def without_documents(self, padding: Padding) -> Structure:
-        """The same structure for documents laid out as a padded batch (per-token decay must be re-laid by the
-        caller).
-        """
-        parts: list[Structure] = [Window(self.left, self.right), padding, *self.patterns]
-        parts += [p for p in (self.alibi, self.decay, self.relative) if p is not None]
-        return Both(tuple(parts))
-
-
-def merge(structure: Structure) -> Merged:
-    """Merge a structure's parts; raises :class:`Unsupported` where they exclude each other."""
-    left: int | None = None
-    right: int | None = None
-    found: dict[type, Structure] = {}
-    patterns: list[Pattern] = []
-    for part in structure.parts:
-        if isinstance(part, Full) or (isinstance(part, Pattern) and () in part.planned().alternatives()):
-            continue
-        if isinstance(part, Causal | Window) and getattr(part, "dilation", 1) == 1:
-            other_left, other_right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
-            left, right = _tighter(left, other_left), _tighter(right, other_right)
-        elif isinstance(part, Padding | Documents | Alibi | Decay | RelativeBias | Pairwise):
-            kind = type(part)
-            if kind in found:
-                raise Unsupported(f"Two {kind.__name__} in one structure: combine their tensors into one.")
-            found[kind] = part
-        elif isinstance(part, Pattern):
-            patterns.append(part)
-        else:
-            raise Unsupported(
-                f"{type(part).__name__} is not a structure that the forms know; compose the ones in "
-                "mercer.core.structures, or subclass its Pattern."
-            )
-    padding, documents, alibi, decay, relative = (
-        found.get(kind) for kind in (Padding, Documents, Alibi, Decay, RelativeBias)
-    )
-    if alibi is not None and relative is not None:
-        raise Unsupported("Alibi together with RelativeBias: take the slopes' log-weights into the table.")
-    if decay is not None and right != 0:
-        raise Unsupported("Decay needs a causal structure: write Causal() & Decay(...).")
-    if padding is not None and documents is not None:
-        raise Unsupported(
-            "Padding together with Documents: leave the padding tokens out of the packed sequence, or make them a "
-            "document."
-        )
-    mask, bias = (
-        next((p for p in found.values() if isinstance(p, Pairwise) and p.hides == h), None) for h in (True, False)
-    )
-    for part in (mask, bias):
-        if part is not None and documents is not None:
-            raise Unsupported(
-                f"{type(part).__name__} together with Documents: make the boundaries of documents a part of a Mask."
-            )
-    if documents is not None:
-        patterns = [part.in_documents() for part in patterns]
-    merged = Merged(left, right, padding, documents, alibi, decay, relative, tuple(patterns), mask, bias)  # pyright: ignore[reportArgumentType]
-    if merged.padding is not None and merged.padding.queries is not None and merged.ordered:
-        raise Unsupported(
-            "Padding's queries= is for cross-attention: under a structure that orders its tokens the queries are the "
-            "last of the keys, so leave it out, and mask or lengths tell which of them are real."
-        )
-    return merged
-
-
-def _tensors(where: str, **values: object) -> None:
+def tensors_only(where: str, **values: object) -> None:
     for name, value in values.items():
         if value is not None and not isinstance(value, Tensor):
             raise InvalidArgument(f"{where}: {name} must be a tensor, not {type(value).__name__}.")
@@ -630,10 +409,6 @@ def at_least(where: str, least: int = 1, **values: object) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InvalidArgument(f"{where}: {name} must be an integer of {least} or more, not {value!r}.")
-
-
-def _tighter(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
 
 
 def _short(values: list[int]) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mercer.core.kernels import Kernel, Power, Taylor
+from mercer.core.merged import Merged
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
-from mercer.core.structures import Merged
 
 FORMS = ("dense", "chunked", "recurrent")
 PATHS = ("pairs", "features")

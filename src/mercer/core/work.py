@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 from mercer.core import cost
 from mercer.core.kernels import Kernel
+from mercer.core.merged import Merged
 from mercer.core.mixed import Mixed
-from mercer.core.structures import Merged
 from mercer.core.support import FEATURE_CHUNK, Sizes
 
 WAYS = (

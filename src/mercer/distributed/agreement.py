@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mercer.core.structures import Decay, Merged
+from mercer.core.log_weights import Decay
+from mercer.core.merged import Merged
 from mercer.distributed.links import Link, everyone
 from mercer.errors import InvalidArgument
 

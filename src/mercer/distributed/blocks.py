@@ -17,8 +17,8 @@ from torch import Tensor
 from mercer.backends import softmax
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.layout import Layout
+from mercer.core.merged import Merged
 from mercer.core.normalizers import Normalizer
-from mercer.core.structures import Merged
 from mercer.distributed.scene import Block, Scene
 from mercer.distributed.sharding import Sharding
 from mercer.forms.tiles import backward_tiles, forward_tiles

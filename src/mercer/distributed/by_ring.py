@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mercer.core.layout import tokens
+from mercer.core.merged import merge
 from mercer.core.normalizers import Sum
-from mercer.core.structures import merge
 from mercer.distributed.blocks import Engine, Fused, Tiled
 from mercer.distributed.links import Link
 from mercer.distributed.planning import slabs

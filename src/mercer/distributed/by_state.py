@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mercer.core.layout import tokens
+from mercer.core.merged import merge
 from mercer.core.state import FeatureState
-from mercer.core.structures import Both, Documents, Padding, Structure, merge
+from mercer.core.structures import Both, Documents, Padding, Structure
 from mercer.core.support import sums_weights
 from mercer.distributed.chain import Chain, crossing, stops
 from mercer.distributed.links import Link, note

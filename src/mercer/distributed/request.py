@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from mercer.core.kernels import Exp, Kernel
+from mercer.core.log_weights import Decay
+from mercer.core.merged import Merged, merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
-from mercer.core.structures import Both, Decay, Full, Merged, Padding, Structure, Window, merge
+from mercer.core.structures import Both, Full, Padding, Structure, Window
 from mercer.distributed.sharding import Sharding
 from mercer.errors import InvalidArgument, NonFinite, Unsupported
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mercer.core.layout import Layout
-from mercer.core.structures import Merged, Pattern, intersection
+from mercer.core.merged import Merged
+from mercer.core.structures import Pattern, intersection
 from mercer.distributed.sharding import Sharding
 
 

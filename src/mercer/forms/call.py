@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mercer.core.kernels import Kernel
+from mercer.core.merged import Merged
 from mercer.core.normalizers import Normalizer
 from mercer.core.state import State
-from mercer.core.structures import Merged
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,10 @@ from torch import Tensor
 from mercer.core import growth
 from mercer.core.growth import Joined
 from mercer.core.layout import Tokens, layout, tokens
+from mercer.core.log_weights import Decay
 from mercer.core.mixed import Mixed
 from mercer.core.state import CacheState, FeatureState, MixedState
-from mercer.core.structures import Decay, Padding
+from mercer.core.structures import Padding
 from mercer.errors import InvalidArgument
 from mercer.forms import features, pairs
 from mercer.forms.call import Call, Rows, blank

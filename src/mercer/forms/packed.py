@@ -13,8 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from mercer.core.log_weights import Decay
+from mercer.core.merged import Merged, merge
 from mercer.core.state import CacheState, FeatureState, MixedState, State
-from mercer.core.structures import Decay, Merged, Padding, merge
+from mercer.core.structures import Padding
 from mercer.errors import InvalidArgument
 from mercer.forms.call import Call
 from mercer.forms.run import run

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mercer.core.counts import keys_seen
 from mercer.core.layout import Tokens, layout, tokens
+from mercer.core.merged import Merged
 from mercer.core.mixed import Mixed
 from mercer.core.state import CacheState, State
-from mercer.core.structures import Merged
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.forms import features, mixed, pairs, sparse
 from mercer.forms.call import Call, Rows, blank

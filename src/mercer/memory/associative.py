@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from mercer.core.kernels import Kernel
+from mercer.core.log_weights import Decay
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import CacheState, FeatureState, State
-from mercer.core.structures import Causal, Decay, Full
+from mercer.core.structures import Causal, Full
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.ops import attention
 

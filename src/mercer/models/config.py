@@ -36,8 +36,9 @@ def causal_attention(name: str) -> "tuple[Kernel, Normalizer]":
         InvalidArgument: the name is unknown, or the two cannot be combined; the message gives names that can.
     """
     from mercer.core.kernels import Power, Taylor
+    from mercer.core.merged import merge
     from mercer.core.names import attention_name, parse_attention  # keeps `import mercer.models.config` free of torch
-    from mercer.core.structures import Causal, merge
+    from mercer.core.structures import Causal
     from mercer.core.support import unsupported
 
     kernel, normalizer = parse_attention(name)
@@ -179,7 +180,9 @@ class ModelConfig(BaseModel):
     def _check_t5(self) -> None:
         import torch
 
-        from mercer.core.structures import Causal, RelativeBias, merge
+        from mercer.core.log_weights import RelativeBias
+        from mercer.core.merged import merge
+        from mercer.core.structures import Causal
         from mercer.core.support import unsupported
 
         if self.t5_buckets < 2 or self.t5_max_distance <= self.t5_buckets // 2:

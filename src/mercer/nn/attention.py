@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from mercer.core.kernels import Exp, Kernel
+from mercer.core.log_weights import Alibi, Decay
+from mercer.core.merged import merge
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import State
-from mercer.core.structures import Alibi, Causal, Decay, Documents, Padding, Structure, merge
+from mercer.core.structures import Causal, Documents, Padding, Structure
 from mercer.errors import InvalidArgument
 from mercer.nn import turned_by_length
 from mercer.nn.kernel_tensors import KernelTensors, random_parts, without_graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mercer.core.structures import RelativeBias
+from mercer.core.log_weights import RelativeBias
 from mercer.errors import InvalidArgument
 
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mercer.core.log_weights import Decay
+from mercer.core.merged import merge
 from mercer.core.normalizers import Normalizer
 from mercer.core.state import CacheState, State
-from mercer.core.structures import Decay, Documents, Full, Padding, Structure, merge
+from mercer.core.structures import Documents, Full, Padding, Structure
 from mercer.errors import Unsupported
 from mercer.nn.positions import token_positions
 from mercer.nn.rope_scaling import LengthScaling

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mercer.core.kernels import Gaussian, Kernel
+from mercer.core.merged import merge
 from mercer.core.normalizers import Identity
 from mercer.core.state import FeatureState
-from mercer.core.structures import Full, merge
+from mercer.core.structures import Full
 from mercer.core.support import PATHS, Sizes, unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.regression.average import absorb, average, read

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mercer.core.kernels import Gaussian, Kernel
+from mercer.core.merged import merge
 from mercer.core.normalizers import Sum
-from mercer.core.structures import Full, merge
+from mercer.core.structures import Full
 from mercer.core.support import unsupported
 from mercer.errors import InvalidArgument, Unsupported
 

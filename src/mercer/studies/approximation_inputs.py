@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mercer.approximation import gaussian_inputs
-from mercer.core.structures import Alibi, Causal, Structure
+from mercer.core.log_weights import Alibi
+from mercer.core.structures import Causal, Structure
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.models.decoder import DecoderLM
 from mercer.models.vocabulary import Vocabulary

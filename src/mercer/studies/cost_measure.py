@@ -12,11 +12,12 @@ from torch import Tensor
 
 from mercer.core.kernels import Kernel
 from mercer.core.machine import Machine, use_machine
+from mercer.core.merged import merge
 from mercer.core.mixed import Mixed
 from mercer.core.names import parse_attention
 from mercer.core.normalizers import Normalizer
 from mercer.core.state import State
-from mercer.core.structures import Causal, merge
+from mercer.core.structures import Causal
 from mercer.core.support import Sizes
 from mercer.ops import attention, plan
 from mercer.planning import Plan, choose

@@ -6,9 +6,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mercer.core.denominators import SigmoidGate
 from mercer.core.kernels import Exp, Kernel
+from mercer.core.merged import merge
 from mercer.core.names import NORMALIZERS, parse_attention
 from mercer.core.normalizers import Normalizer, Sum
-from mercer.core.structures import Both, Causal, Documents, Padding, Structure, merge
+from mercer.core.structures import Both, Causal, Documents, Padding, Structure
 from mercer.core.support import unsupported
 from mercer.errors import InvalidArgument, MercerError, Unsupported
 from mercer.integrations.hf.attention import PREFIX, AttentionFunction, Parts
