@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mercer.core.log_weights import Alibi, Decay, RelativeBias
-from mercer.core.structures import Both, Causal, Documents, Full, Padding, Pairwise, Pattern, Structure, Window
+from mercer.core.structures import Both, Documents, Padding, Pairwise, Pattern, Structure, Window
 from mercer.errors import Unsupported
 
 
@@ -72,18 +72,17 @@ def merge(structure: Structure) -> Merged:
     found: dict[type, Structure] = {}
     patterns: list[Pattern] = []
     for part in structure.parts:
-        if isinstance(part, Full) or (isinstance(part, Pattern) and () in part.planned().alternatives()):
-            continue
-        if isinstance(part, Causal | Window) and getattr(part, "dilation", 1) == 1:
-            other_left, other_right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
-            left, right = _tighter(left, other_left), _tighter(right, other_right)
+        if isinstance(part, Pattern):
+            bands = _bands(part)
+            if bands is None:
+                patterns.append(part)
+            for band in bands or ():
+                left, right = _tighter(left, band.left), _tighter(right, band.right)
         elif isinstance(part, Padding | Documents | Alibi | Decay | RelativeBias | Pairwise):
             kind = type(part)
             if kind in found:
                 raise Unsupported(f"Two {kind.__name__} in one structure: combine their tensors into one.")
             found[kind] = part
-        elif isinstance(part, Pattern):
-            patterns.append(part)
         else:
             raise Unsupported(
                 f"{type(part).__name__} is not a structure that the forms know; compose the ones in "
@@ -118,6 +117,15 @@ def merge(structure: Structure) -> Merged:
             "last of the keys, so leave it out, and mask or lengths tell which of them are real."
         )
     return merged
+
+
+def _bands(pattern: Pattern) -> list[Window] | None:
+    """Windows without gaps whose intersection is the pattern, none for all pairs; None if it is something else."""
+    alternatives = pattern.planned().alternatives()
+    if () in alternatives:
+        return []
+    bands = [one for one in alternatives[0] if isinstance(one, Window) and one.dilation == 1]
+    return bands if len(alternatives) == 1 and len(bands) == len(alternatives[0]) else None
 
 
 def _tighter(a: int | None, b: int | None) -> int | None:
