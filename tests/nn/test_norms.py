@@ -70,3 +70,40 @@ def test_a_backward_pass_inside_autocast_keeps_float32_statistics(kind):
     with torch.autocast("cpu", torch.bfloat16):
         got = torch.autograd.grad(norm(x), inputs, factor)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_offset_is_added_to_the_weight():
+    norm = RMSNorm(7, eps=1e-3, offset=1.0).double()
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(norm.weight, torch.zeros(7, dtype=torch.float64))
+    torch.testing.assert_close(norm(x), RMSNorm(7, eps=1e-3).double()(x), rtol=0, atol=1e-13)
+    norm.weight.data.normal_()
+    torch.testing.assert_close(
+        norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 + norm.weight), rtol=0, atol=1e-13
+    )
+    assert torch.autograd.gradcheck(norm, x)
+    assert RMSNorm(2, offset=0.25).weight.tolist() == [0.75, 0.75]
+    assert "offset=1.0" in repr(norm)
+    assert "offset" not in repr(RMSNorm(2))
+    for offset in (float("nan"), True, "1"):
+        with pytest.raises(InvalidArgument, match="finite number"):
+            RMSNorm(4, offset=offset)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norms_of_gemma_and_llama_equal_transformers(dtype):
+    gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2").Gemma2RMSNorm(16)
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRMSNorm(16)
+    x, g = torch.randn(3, 5, 16), torch.randn(3, 5, 16)
+    for ours, theirs in ((RMSNorm(16, offset=1.0), gemma), (RMSNorm(16), llama)):
+        with torch.no_grad():
+            theirs.weight.normal_(0, 0.3)
+            ours.weight.copy_(theirs.weight)
+        found = []
+        for norm in (ours.to(dtype), theirs.to(dtype)):
+            at = x.to(dtype).requires_grad_()
+            y = norm(at)
+            found.append((y, *torch.autograd.grad(y, (at, norm.weight), g.to(dtype))))
+        error = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(*found, **error)

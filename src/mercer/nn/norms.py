@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm over the last dimension, with statistics in float32 at least."""
 
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 import torch
@@ -33,22 +35,31 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension (Zhang & Sennrich 2019).
 
-    def __init__(self, dim: int, *, eps: float = 1e-6) -> None:
+    offset: added to the weight, which starts at 1 - offset, so that a new norm only normalises. 1 is what Gemma's
+    checkpoints are stored for: weight decay then pulls the factor towards 1 and not towards 0.
+    """
+
+    def __init__(self, dim: int, *, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
         _check(dim, eps)
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        if isinstance(offset, bool) or not isinstance(offset, Real) or not isfinite(offset):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"a norm's offset must be a finite number, got {offset!r}")
+        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., dim]; returns the same shape and dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        normed: Tensor = _RMSNorm.apply(x.to(wide), self.weight.to(wide), self.eps)
+        weight = self.weight.to(wide)
+        if self.offset:
+            weight = weight + self.offset
+        normed: Tensor = _RMSNorm.apply(x.to(wide), weight, self.eps)
         return normed.to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{self.weight.shape[0]}, eps={self.eps}" + (f", offset={self.offset}" if self.offset else "")
 
 
 class _RMSNorm(torch.autograd.Function):
