@@ -31,6 +31,8 @@ def initialise(model: nn.Module, *, std: float, seed: int, residual_outputs: int
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Embedding | LearnedPositions | T5Bias):
             continue
+        if module.weight.is_meta:  # shapes alone are built, to be filled from a file
+            continue
         narrow = path.rpartition(".")[2] == "output"
         name = f"{path}.weight"
         module.weight.copy_(draw(module.weight.shape, std / residual_outputs**0.5 if narrow else std, seed, name))

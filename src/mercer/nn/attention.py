@@ -18,6 +18,7 @@ from mercer.nn.options import filled, gate_size, per_head
 from mercer.nn.positions import alibi_slopes, token_positions
 from mercer.nn.reach import longest
 from mercer.nn.rotary import Rotary, heads_per_run, split_and_turn
+from mercer.nn.values import with_values
 from mercer.ops import attention
 
 
@@ -87,13 +88,14 @@ class Attention(nn.Module):
                 "a name"
             )
         self._kernel = Exp() if kernel is None else without_graph(kernel)
-        bound = self._kernel.bind(self.head_dim, heads, kv_heads, generator)
+        with with_values():
+            bound = self._kernel.bind(self.head_dim, heads, kv_heads, generator)
+            self.slopes = alibi_slopes(heads) if alibi else None  # no buffer: a change of the model's dtype would round it
         bound.check(self.head_dim, heads, kv_heads)
         self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
         self.normalizer = Sum() if normalizer is None else normalizer
         self.structure = Causal() if structure is None else structure
         self.scale, self.form, self.path, self.rotary = scale, form, path, rotary
-        self.slopes = alibi_slopes(heads) if alibi else None  # no buffer: a change of the model's dtype would round it
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim, bias=bias)
         self.output = nn.Linear(heads * self.head_dim, dim, bias=bias)
         self.gain = per_head("gain", gain, gain_init, self.normalizer, heads, self.head_dim)
