@@ -18,6 +18,9 @@ from mercer.core.places import Candidates, Geometry, Place
 from mercer.core.structures import Causal, Either, Pattern, Window, at_least, intersection
 from mercer.errors import InvalidArgument
 
+NONE = -(2**62)
+"""No position: no query stands there, not even where queries are more than keys and the first ones stand before 0."""
+
 
 @dataclass(frozen=True)
 class Blocks(Pattern):
@@ -136,7 +139,7 @@ class _Chosen(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class _ChosenInRows(Pattern):
-    """The same with positions of their own for each batch row: ``[B, G]``, -1 for none."""
+    """The same with positions of their own for each batch row: ``[B, G]``, ``NONE`` for none."""
 
     table: Tensor
     of_keys: bool
@@ -222,7 +225,7 @@ class Global(Pattern):
         if bool((mask == mask[:1]).all()) and bool((ranks == ranks[:1]).all()):
             return replace(self, positions=tuple(ranks[0][mask[0]].tolist()), mask=None)
         most = max(1, int(mask.sum(1).max()))
-        table = ranks.masked_fill(~mask, -1).sort(1, descending=True).values[:, :most]
+        table = ranks.masked_fill(~mask, NONE).sort(1, descending=True).values[:, :most]
         kinds = tuple(_ChosenInRows(table, keys) for keys, wanted in ((True, self.seen), (False, self.see)) if wanted)
         return kinds[0] if len(kinds) == 1 else Either(kinds)
 

@@ -176,7 +176,7 @@ class Both(Structure):
         return self.members
 
     def __str__(self) -> str:
-        return " & ".join(map(str, self.members))
+        return " & ".join(f"({m})" if isinstance(m, Either) else str(m) for m in self.members)
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,10 @@ class Either(Pattern):
     @property
     def needs_length(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(part.needs_length for part in self._patterns)
+
+    @property
+    def asks(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(part.asks for part in self._patterns)
 
     @property
     def ends(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,0 +1,51 @@
+"""Patterns where their parts meet: queries that stand before the first key, unions that ask a function of one's own."""
+
+import pytest
+import torch
+from tests.tolerance import assert_close
+
+from mercer import Causal, Columns, Exp, Global, Length, Longformer, Padding, Sum, Visible, Window, attention
+from mercer.core.reference import reference_attention
+
+BATCH, HEADS, KEY_HEADS, DIM = 2, 4, 2, 4
+
+
+def inputs(queries, keys, batch=BATCH):
+    sizes = ((HEADS, queries), (KEY_HEADS, keys), (KEY_HEADS, keys))
+    return [torch.randn(batch, h, n, DIM, dtype=torch.float64) for h, n in sizes]
+
+
+def compare(structure, queries, keys, normalizer=None):
+    tensors = inputs(queries, keys)
+    expected = reference_attention(*tensors, Exp(), normalizer or Sum(), structure)
+    for form in ("dense", "chunked"):
+        out = attention(*tensors, normalizer=normalizer, structure=structure, form=form)
+        assert_close(out, expected, keys * DIM, form)
+
+
+MARKS = torch.tensor([[False, True, False, False, True], [False, False, False, True, False]])
+BEFORE = {
+    "marked": Global(mask=MARKS, seen=False),
+    "marked in a window": Longformer(2, mask=MARKS),
+    "marked once": Global(mask=MARKS) & Window(2, 2),
+}
+
+
+@pytest.mark.parametrize("queries", [6, 8, 29])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", BEFORE)
+def test_queries_before_the_first_key_are_none_of_the_marked_ones(name, padded, queries):
+    """Rows mark 2 and 1 tokens: what fills the shorter list of positions stood for the query at -1."""
+    valid = torch.ones(BATCH, 5, dtype=torch.bool)
+    valid[1, 0] = valid[0, 4] = False
+    compare(BEFORE[name] & Padding(valid) if padded else BEFORE[name], queries, 5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_counts_of_a_union_with_a_function_of_heads(padded):
+    """The keys of every head were counted as those of the first."""
+    asked = Visible(lambda row, head, query, key: (key + row + head) % 2 == 0)
+    valid = torch.ones(BATCH, 17, dtype=torch.bool)
+    valid[0, :5] = valid[1, 9:11] = False
+    for structure in (asked | Columns(8, 3), (asked & Causal()) | Global((2,))):
+        compare(structure & Padding(valid) if padded else structure, 17, 17, Length())
