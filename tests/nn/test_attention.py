@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mercer.core.denominators import SigmoidGate
 from mercer.core.kernels import Elu, Exp, Taylor
 from mercer.core.normalizers import L2, RMS, Sum
 from mercer.core.structures import Causal, Documents, Full, Window
@@ -31,6 +32,37 @@ def test_softmax_heads_and_groups_equal_torch(kv_heads, rotary, bias):
     out = F.scaled_dot_product_attention(*plain(layer, x), is_causal=True)
     expected = F.linear(out.transpose(1, 2).flatten(2), layer.output.weight, layer.output.bias)
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_bias", [("query", "value", "output"), "qkv", "output", ("key", "output"), ["gate"]])
+def test_a_bias_of_some_projections_is_theirs_alone(with_bias):
+    parts = ("query", "key", "value") if with_bias == "qkv" else (with_bias,) if with_bias == "output" else with_bias
+    normalizer = SigmoidGate()
+    layer = Attention(12, 4, kv_heads=2, head_dim=6, normalizer=normalizer, gate="head", bias=with_bias).double()
+    whole = Attention(12, 4, kv_heads=2, head_dim=6, normalizer=normalizer, gate="head", bias=True).double()
+    sizes = {"query": 24, "key": 12, "value": 12}
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    weights = dict(layer.state_dict())
+    own = iter(weights.get("qkv.bias", torch.zeros(0)).split([n for part, n in sizes.items() if part in parts]))
+    weights["qkv.bias"] = torch.cat([next(own) if part in parts else torch.zeros(n) for part, n in sizes.items()])
+    for part, size in (("output", 12), ("gate", 4)):
+        assert (f"{part}.bias" in weights) == (part in parts)
+        weights.setdefault(f"{part}.bias", torch.zeros(size))
+    assert sum(p.numel() for n, p in layer.named_parameters() if n.endswith("bias")) == sum(
+        (sizes | {"output": 12, "gate": 4})[part] for part in parts
+    )
+    whole.load_state_dict(weights)
+    x = torch.randn(2, 7, 12, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(layer(x), whole(x), rtol=0, atol=1e-12)
+    layer(x).square().sum().backward()
+    assert all((p.grad != 0).any() for p in layer.parameters())
+
+
+def test_a_bias_of_an_unknown_projection_is_refused():
+    for with_bias in ("keys", ("query", "out"), ["output", "qk"]):
+        with pytest.raises(InvalidArgument, match="query, key, value, output, gate and qkv"):
+            Attention(8, 2, bias=with_bias)
 
 
 def test_the_operands_are_what_the_operator_is_given():

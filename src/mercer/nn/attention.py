@@ -1,5 +1,6 @@
 """The attention layer: projections around any kernel, normaliser and structure."""
 
+from collections.abc import Iterable
 from typing import Any, Literal, overload
 
 import torch
@@ -16,6 +17,7 @@ from mercer.nn import turned_by_length
 from mercer.nn.kernel_tensors import KernelTensors, random_parts, without_graph
 from mercer.nn.options import filled, gate_size, per_head
 from mercer.nn.positions import alibi_slopes, token_positions
+from mercer.nn.projection import FusedLinear, biased
 from mercer.nn.reach import longest
 from mercer.nn.rotary import Rotary, heads_per_run, split_and_turn
 from mercer.nn.values import with_values
@@ -35,7 +37,8 @@ class Attention(nn.Module):
     slopes of ALiBi to the structure. gain: a learned factor on the output of L2, RMS or Standardize, "head" (one a
     head) or "channel" (one a head and channel), which starts at `gain_init`; shift: the same for Standardize's bias,
     which starts at 0. gate: SigmoidGate's gates are x W_gate, one a "channel" (the default) or one a "head". bias: adds
-    biases to all of these projections.
+    biases to all of these projections, or to those named out of "query", "key", "value" (together "qkv"), "output" and
+    "gate": ("query", "value", "output") is Whisper's, "qkv" Qwen's.
 
     A kernel that carries tensors (random directions, learned maps) is bound to this layer's heads: `kernel_tensors`
     has them as parameters or buffers, saved and moved with the layer. generator: draws them, and nothing else; without
@@ -64,7 +67,7 @@ class Attention(nn.Module):
         shift: str = "none",
         gate: str | None = None,
         recency: bool = False,
-        bias: bool = False,
+        bias: bool | str | Iterable[str] = False,
         form: str = "auto",
         path: str = "auto",
         generator: torch.Generator | None = None,
@@ -90,18 +93,25 @@ class Attention(nn.Module):
         self._kernel = Exp() if kernel is None else without_graph(kernel)
         with with_values():
             bound = self._kernel.bind(self.head_dim, heads, kv_heads, generator)
-            self.slopes = alibi_slopes(heads) if alibi else None  # no buffer: a change of the model's dtype would round it
+            self.slopes = (
+                alibi_slopes(heads) if alibi else None
+            )  # no buffer: a change of the model's dtype would round it
         bound.check(self.head_dim, heads, kv_heads)
         self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
         self.normalizer = Sum() if normalizer is None else normalizer
         self.structure = Causal() if structure is None else structure
         self.scale, self.form, self.path, self.rotary = scale, form, path, rotary
-        self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim, bias=bias)
-        self.output = nn.Linear(heads * self.head_dim, dim, bias=bias)
+        with_bias = biased(bias)
+        self.qkv = FusedLinear(
+            dim,
+            [n * self.head_dim for n in (heads, kv_heads, kv_heads)],
+            [part in with_bias for part in ("query", "key", "value")],
+        )
+        self.output = nn.Linear(heads * self.head_dim, dim, bias="output" in with_bias)
         self.gain = per_head("gain", gain, gain_init, self.normalizer, heads, self.head_dim)
         self.shift = per_head("shift", shift, 0.0, self.normalizer, heads, self.head_dim)
         gates = gate_size(gate, self.normalizer, self.head_dim)
-        self.gate = nn.Linear(dim, heads * gates, bias=bias) if gates else None
+        self.gate = nn.Linear(dim, heads * gates, bias="gate" in with_bias) if gates else None
         self.recency = nn.Linear(dim, kv_heads) if recency else None
         if recency:
             merge(self.structure & Decay(torch.ones(1), complement=True))  # says at once if the structure cannot decay
