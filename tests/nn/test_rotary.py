@@ -138,3 +138,15 @@ def test_kept_factors_are_those_of_the_positions_asked_for():
     x = torch.randn(1, 1, 2, 8, requires_grad=True)
     rotary(x, torch.tensor([[7]])).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("length", [3, 65, 200])
+def test_a_table_made_in_inference_mode_serves_training(length):
+    """Above 64 positions the table was an inference tensor, which no later backward pass can keep."""
+    rotary = Rotary(8)
+    with torch.inference_mode():
+        rotary.first_turns(length, heads=1, dtype=torch.float32, device=torch.device("cpu"))
+    turns = rotary.first_turns(length, heads=1, dtype=torch.float32, device=torch.device("cpu"))
+    qkv = torch.randn(1, length, 3, 8, requires_grad=True)
+    torch.cat(split_and_turn(qkv, 1, 1, turns)).square().sum().backward()
+    torch.testing.assert_close(qkv.grad, 2 * qkv.detach(), rtol=0, atol=1e-5)  # turning keeps lengths

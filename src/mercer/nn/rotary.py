@@ -184,7 +184,8 @@ class Rotary(nn.Module):
         key = (heads, dtype, device)
         if self._kept is None or self._kept[0] != key or self._kept[1].cos.shape[1] < length:
             size = 1 << max(length - 1, 1).bit_length()
-            self._kept = (key, self.turns(torch.arange(size, device=device)[None], heads=heads, dtype=dtype))
+            with torch.inference_mode(False), torch.no_grad():  # for later calls, which may record gradients
+                self._kept = (key, self.turns(torch.arange(size, device=device)[None], heads=heads, dtype=dtype))
         cos, ahead, behind, step = self._kept[1]
         return Turns(cos[:, :length], ahead[:, :length], behind[:, :length], step)
 
