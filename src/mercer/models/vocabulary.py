@@ -1,14 +1,15 @@
 """What a model's token numbers mean: bytes, or byte-level BPE trained with `tokenizers`.
 
 Both represent every text, and both know how many bytes a token stands for, so that losses can be compared in bits per
-byte whatever the vocabulary. Neither has special tokens: the tokens of a text are its bytes, cut in pieces.
+byte whatever the vocabulary. Neither has special tokens: the tokens of a text are its bytes, cut in pieces. The
+vocabularies of models that others trained are in `mercer.models.tokenizer`.
 """
 
 from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,25 +53,94 @@ class Vocabulary(ABC):
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for."""
 
+    @property
+    def special(self) -> frozenset[int]:
+        """Tokens that stand for no text, such as the beginning of a text or the end of a turn."""
+        return frozenset()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens with which a model says that it is done."""
+        return frozenset()
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """Special tokens that a text begins with."""
+        return ()
+
+    def prompt(self, data: bytes, *, added: bool = True) -> list[int]:
+        """The tokens of a text that a model is to continue: those of `encode`, where names of special tokens written in
+        the text become those tokens, within the special tokens that a text of this vocabulary begins and ends with.
+
+        added: False leaves the latter out, for text that has them already, as that of a chat template.
+        """
+        return self.encode(data).tolist()
+
+    @property
+    def opening_spaces(self) -> int:
+        """How many spaces, at most, are dropped from where a text begins (Llama 2 puts one before every text)."""
+        return 0
+
+    def first_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for as the first of a text."""
+        return self.token_bytes(token)
+
     def decode(self, tokens: Iterable[int]) -> bytes:
         """Tokens -> the bytes they stand for."""
-        return b"".join(self.token_bytes(int(token)) for token in tokens)
+        text = TextStream(self)
+        return b"".join(text.bytes_of(int(token)) for token in tokens)
 
-    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+    def stream(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
         """Tokens -> pieces of text as soon as they are whole.
 
         A character whose bytes are spread over several tokens comes out once, with its last byte; bytes that are not
         UTF-8 come out as U+FFFD. The pieces joined equal ``decode(tokens).decode("utf-8", "replace")``.
+
+        after: tokens that stand before, whose text is not wanted: what is dropped where a text begins then stays.
         """
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text = TextStream(self, after)
         for token in tokens:
-            if piece := decoder.decode(self.token_bytes(int(token))):
+            if piece := text.push(int(token)):
                 yield piece
-        if piece := decoder.decode(b"", final=True):
+        if piece := text.close():
             yield piece
 
     def save(self, folder: Path) -> None:  # noqa: B027  (a byte vocabulary has nothing to save)
         """Write ``tokenizer.json`` into the folder where the vocabulary has one (`BPE`)."""
+
+
+class TextStream:
+    """The text of tokens that come one at a time, as `Vocabulary.stream` gives it."""
+
+    def __init__(self, vocabulary: Vocabulary, after: Iterable[int] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._begun, self._drop = False, vocabulary.opening_spaces
+        for token in after:
+            self.bytes_of(int(token))
+            if self._begun and not self._drop:
+                break
+
+    def push(self, token: int) -> str:
+        """The characters that this token completes."""
+        return self._utf8.decode(self.bytes_of(token))
+
+    def close(self) -> str:
+        """What is left of a character that was never completed."""
+        return self._utf8.decode(b"", final=True)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that the next token adds to the text, which need not be whole characters."""
+        if token in self._vocabulary.special:
+            return b""
+        piece = self._vocabulary.token_bytes(token) if self._begun else self._vocabulary.first_bytes(token)
+        self._begun = True
+        while self._drop and piece:
+            if piece[:1] != b" ":
+                self._drop = 0
+            else:
+                piece, self._drop = piece[1:], self._drop - 1
+        return piece
 
 
 class Bytes(Vocabulary):
@@ -99,7 +169,7 @@ class BPE(Vocabulary):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        values = {character: value for value, character in _byte_characters().items()}
+        values = {character: value for value, character in byte_characters().items()}
         pieces = [b""] * tokenizer.get_vocab_size()
         for piece, token in tokenizer.get_vocab().items():
             try:
@@ -144,7 +214,7 @@ class BPE(Vocabulary):
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        alphabet = list(_byte_characters().values())
+        alphabet = list(byte_characters().values())
         trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, initial_alphabet=alphabet, show_progress=False)
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer)
@@ -178,7 +248,7 @@ def load_vocabulary(folder: Path, size: int) -> Vocabulary:
     return vocabulary
 
 
-def _byte_characters() -> dict[int, str]:
+def byte_characters() -> dict[int, str]:
     """The printable character by which byte-level BPE files write each byte: itself where Latin-1 prints it, else the
     next unused one from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
