@@ -8,22 +8,19 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from mercer.core.names import parse_attention
 from mercer.core.state import State
 from mercer.core.structures import Causal, Window
 from mercer.errors import InvalidArgument
+from mercer.models.bricks import make_attention, make_block, make_norm
 from mercer.models.config import ModelConfig
 from mercer.models.initial import generator_of, initialise
-from mercer.nn.attention import Attention
 from mercer.nn.block import Block
-from mercer.nn.feedforward import FeedForward
 from mercer.nn.loss import default_block, linear_cross_entropy
-from mercer.nn.norms import LayerNorm, RMSNorm
-from mercer.nn.options import takes_gain
 from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
 from mercer.nn.reach import longest, refuse_longer
 from mercer.nn.rope_scaling import RopeScaling
 from mercer.nn.rotary import Rotary
+from mercer.nn.scored_loss import scored_cross_entropy
 from mercer.nn.t5 import T5Bias
 
 
@@ -32,13 +29,16 @@ class DecoderLM(nn.Module):
 
     x_0 = embed(tokens) [+ positions];  x_l = block_l(x_{l-1});  logits = norm(x_L) W^T, W the embedding if tied.
 
-    With sinusoidal positions the embedding is multiplied by sqrt(dim), as the original transformer does, so that
-    sinusoids of size 1 do not drown it. Post-norm models end in their last block's norm and have no final one.
+    The embedding may have a factor and a norm of its own, the scores a bias and a cap. With sinusoidal positions the
+    factor is sqrt(dim), as in the original transformer, so that sinusoids of size 1 do not drown the embedding.
+    Post-norm models end in their last block's norm and have no final one.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config, self.reach = config, config.reach
+        sinusoidal = config.position == "sinusoidal"
+        self.embedding_scale = config.embedding_scale or (config.dim**0.5 if sinusoidal else 1.0)
         with torch.random.fork_rng(devices=[]):  # torch's default draws are replaced below; leave the caller's stream
             self.embedding = nn.Embedding(config.vocab_size, config.dim)
             self.positions: LearnedPositions | Sinusoidal | None = None
@@ -51,9 +51,10 @@ class DecoderLM(nn.Module):
                 self.relative = T5Bias(config.heads, buckets=config.t5_buckets, max_distance=config.t5_max_distance)
             rotary = _rotary(config)
             self.blocks = nn.ModuleList(_block(config, layer, rotary) for layer in range(config.layers))
-            self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
+            self.embedding_norm = make_norm(config) if config.embedding_norm else None
+            self.norm = nn.Identity() if config.norm_position == "post" else make_norm(config)
             tied = config.tie_embeddings
-            self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+            self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=config.head_bias)
         initialise(self, std=config.init_std, seed=config.seed, residual_outputs=2 * config.layers)
 
     @property
@@ -93,6 +94,24 @@ class DecoderLM(nn.Module):
         for block in twin.blocks:
             block.attention.rotary = rotary
         return twin
+
+    def with_attention(self, attention: str | Sequence[str]) -> "DecoderLM":
+        """The same model with another attention in its layers, as `ModelConfig.attention` names it: a model that shares
+        this one's weights. What a kernel has to learn, and random features, start as in a new model; a learned gain
+        stays where the new normaliser takes one.
+
+        Raises:
+            InvalidArgument: a name is unknown, or does not go with this configuration.
+        """
+        names = attention if isinstance(attention, str) else tuple(attention)
+        with torch.device("meta"):  # shapes alone; only what a kernel brings along has values
+            twin = DecoderLM(ModelConfig(**{**self.config.model_dump(), "attention": names}))
+        old = dict(self.named_parameters())
+        for path, module in twin.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    module._parameters[name] = old[f"{path}.{name}".removeprefix(".")]
+        return twin.to(self.embedding.weight.device).train(self.training)
 
     @property
     def parameter_count(self) -> int:
@@ -138,11 +157,13 @@ class DecoderLM(nn.Module):
         if self.reach is not None and self.config.position != "learned":  # that table says so itself
             self._refuse_longer(longest(tokens.shape[1], padding, offset))
         x = self.embedding(tokens)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
         if self.positions is not None:
             where = token_positions(*tokens.shape, padding=padding, offset=offset, device=tokens.device)
-            if isinstance(self.positions, Sinusoidal):
-                x = x * self.config.dim**0.5
             x = x + self.positions(where).to(x.dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         structure = None if self.relative is None else self.relative()
         after: list[State] = []
         for i, block in enumerate(self.blocks):
@@ -190,8 +211,13 @@ class DecoderLM(nn.Module):
         """
         result = self.hidden(tokens, padding=padding, states=states, return_states=return_states)
         x, after = result if isinstance(result, tuple) else (result, None)
-        logits = nn.functional.linear(x, self.head_weight)
+        logits = self.score(x)
         return logits if after is None else (logits, after)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab_size] of last hidden states [..., dim]."""
+        logits = nn.functional.linear(hidden, self.head_weight, None if self.head is None else self.head.bias)
+        return logits if self.config.logit_cap is None else capped(logits, self.config.logit_cap)
 
     def _refuse_longer(self, length: int) -> None:
         if self.reach is None or length <= self.reach:
@@ -214,7 +240,14 @@ class DecoderLM(nn.Module):
         weight = self.head_weight
         block = min(default_block(*weight.shape), max(self.parameter_count // weight.shape[0], 1))
         hidden = self.hidden(tokens, padding=padding)
+        if self.config.head_bias or self.config.logit_cap is not None:
+            return scored_cross_entropy(self.score, hidden, targets, block=block, reduction=reduction)
         return linear_cross_entropy(hidden, weight, targets, block=block, reduction=reduction)
+
+
+def capped(scores: Tensor, cap: float) -> Tensor:
+    """cap tanh(s / cap): within cap of 0, and s where that is small (Gemma 2's logits)."""
+    return torch.tanh(scores / cap) * cap
 
 
 def _rotary(config: ModelConfig) -> Rotary | None:
@@ -225,29 +258,12 @@ def _rotary(config: ModelConfig) -> Rotary | None:
 
 
 def _block(config: ModelConfig, layer: int, rotary: Rotary | None) -> Block:
-    kernel, normalizer = parse_attention(config.attentions[layer])
-    attention = Attention(
-        config.dim,
-        config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        kernel=kernel,
-        normalizer=normalizer,
-        structure=Causal() if config.window is None else Causal() & Window.last(config.window),
-        scale=config.attention_scale,
+    attention = make_attention(
+        config,
+        layer,
+        Causal() if config.window is None else Causal() & Window.last(config.window),
         rotary=rotary,
         alibi=config.position == "alibi",
-        gain=config.gain if takes_gain(normalizer) else "none",
-        gain_init=1.0 if config.gain_init is None else config.gain_init,
         recency=config.recency,
-        bias=config.bias,
-        generator=generator_of(config.seed, f"blocks.{layer}.attention.kernel_tensors"),
     )
-    feedforward = FeedForward(config.dim, config.hidden, kind=config.feedforward, bias=config.bias)
-    return Block(attention, feedforward, _norm(config), _norm(config), norm_position=config.norm_position)
-
-
-def _norm(config: ModelConfig) -> LayerNorm | RMSNorm:
-    if config.norm == "rms":
-        return RMSNorm(config.dim, eps=config.norm_eps)
-    return LayerNorm(config.dim, eps=config.norm_eps, bias=config.bias)
+    return make_block(config, attention)

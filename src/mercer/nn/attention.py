@@ -93,12 +93,13 @@ class Attention(nn.Module):
         self._kernel = Exp() if kernel is None else without_graph(kernel)
         with with_values():
             bound = self._kernel.bind(self.head_dim, heads, kv_heads, generator)
-            self.slopes = (
-                alibi_slopes(heads) if alibi else None
-            )  # no buffer: a change of the model's dtype would round it
+            # No buffer: a change of the model's dtype would round the slopes.
+            self.slopes = alibi_slopes(heads) if alibi else None
+            self.normalizer = Sum() if normalizer is None else normalizer
+            self.gain = per_head("gain", gain, gain_init, self.normalizer, heads, self.head_dim)
+            self.shift = per_head("shift", shift, 0.0, self.normalizer, heads, self.head_dim)
         bound.check(self.head_dim, heads, kv_heads)
         self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
-        self.normalizer = Sum() if normalizer is None else normalizer
         self.structure = Causal() if structure is None else structure
         self.scale, self.form, self.path, self.rotary = scale, form, path, rotary
         with_bias = biased(bias)
@@ -108,8 +109,6 @@ class Attention(nn.Module):
             [part in with_bias for part in ("query", "key", "value")],
         )
         self.output = nn.Linear(heads * self.head_dim, dim, bias="output" in with_bias)
-        self.gain = per_head("gain", gain, gain_init, self.normalizer, heads, self.head_dim)
-        self.shift = per_head("shift", shift, 0.0, self.normalizer, heads, self.head_dim)
         gates = gate_size(gate, self.normalizer, self.head_dim)
         self.gate = nn.Linear(dim, heads * gates, bias="gate" in with_bias) if gates else None
         self.recency = nn.Linear(dim, kv_heads) if recency else None

@@ -1,0 +1,121 @@
+"""What the decoder language models of the hub have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mercer.checkpoints.keys import Keys
+from mercer.checkpoints.mapping import Names, Rule, Twin, same
+from mercer.errors import Unsupported
+from mercer.models.config import ModelConfig
+from mercer.models.decoder import DecoderLM
+from mercer.nn.activations import default_hidden
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""The hub's names of plain non-linearities; three of them are one function."""
+WRITTEN = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
+
+
+def build(config: ModelConfig) -> DecoderLM:
+    return DecoderLM(config)
+
+
+def rope(keys: Keys) -> dict[str, Any]:
+    """`rope_base`, `rope_scaling` and `max_length` of a model with rotary positions. Newer files have
+    `rope_parameters`; older ones `rope_theta` and `rope_scaling`.
+    """
+    parameters = keys.take("rope_parameters", None, kind=dict)
+    scaling = keys.take("rope_scaling", None, kind=dict)
+    theta = keys.take("rope_theta", None, kind=float)
+    values = dict(parameters if parameters is not None else scaling or {})
+    base = values.pop("rope_theta", theta if theta is not None else 10000.0)
+    kind = values.get("rope_type", values.get("type", "default"))
+    found = {"rope_base": float(base), "max_length": keys.take("max_position_embeddings", kind=int)}
+    if kind != "default":
+        found["rope_scaling"] = values
+    elif extra := sorted(values.keys() - {"rope_type", "type"}):
+        raise Unsupported(f"{keys.where}: rope_parameters of type default has {', '.join(extra)}")
+    return found
+
+
+def write_rope(config: ModelConfig, **more: Any) -> dict[str, Any]:
+    """`rope_parameters` and the context."""
+    parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_base, **more}
+    return {"rope_parameters": parameters, "max_position_embeddings": config.max_length}
+
+
+def refuse_all_but(config: ModelConfig, family: str, **allowed: Any) -> None:
+    """Refuse a configuration that the family has no key for.
+
+    allowed: of each field the values that can be said: a collection, or None for any. Fields that are not mentioned
+    must have their defaults. What only training reads may have any value.
+
+    Raises:
+        Unsupported: a field has another value.
+    """
+    training = {"seed", "init_std", "allow_longer"}
+    for name, field in ModelConfig.model_fields.items():
+        value = getattr(config, name)
+        if name in training or name in ("vocab_size", "dim", "layers", "heads"):
+            continue
+        if name in allowed:
+            if allowed[name] is None or value in allowed[name]:
+                continue
+        elif value == field.default:
+            continue
+        raise Unsupported(f"{family} has no way to say {name} = {value!r}")
+
+
+def qkv(ours: str, theirs: Iterable[str], config: ModelConfig, *, parts: Iterable[str] = ("weight",)) -> list[Rule]:
+    """Queries, keys and values in tensors of their own, for our fused one."""
+    size, heads = config.head_size, config.heads
+    kv = config.kv_heads or heads
+    rows = (heads * size, kv * size, kv * size)
+    return [Rule(f"{ours}.{part}", tuple(f"{name}.{part}" for name in theirs), rows=rows) for part in parts]
+
+
+def gated(ours: str, gate: str, value: str, hidden: int, *, parts: Iterable[str] = ("weight",)) -> list[Rule]:
+    """A gate and a value in matrices of their own, for our fused one."""
+    return [Rule(f"{ours}.{part}", (f"{gate}.{part}", f"{value}.{part}"), rows=(hidden, hidden)) for part in parts]
+
+
+def hidden_of(config: ModelConfig) -> int:
+    """Channels inside the feed-forward."""
+    return default_hidden(config.dim, config.feedforward) if config.hidden is None else config.hidden
+
+
+def pairs(names: dict[str, str], parts: Iterable[str]) -> list[Rule]:
+    """Modules that are stored as they are: of each the parts (weight, bias)."""
+    return [same(f"{ours}.{part}", f"{theirs}.{part}") for ours, theirs in names.items() for part in parts]
+
+
+def language_model(
+    config: ModelConfig,
+    layer: Callable[[int], list[Rule]],
+    *,
+    embedding: str,
+    norm: str,
+    head: str = "lm_head",
+    norm_parts: Iterable[str] = ("weight",),
+    more: Iterable[Rule] = (),
+    without_meaning: Iterable[str] = (),
+) -> Names:
+    """The rules of a whole decoder from those of a layer."""
+    rules = [same("embedding.weight", f"{embedding}.weight"), *pairs({"norm": norm}, norm_parts), *more]
+    for i in range(config.layers):
+        rules.extend(layer(i))
+    twins: tuple[Twin, ...] = ()
+    if config.tie_embeddings:
+        twins = (Twin(f"{head}.weight", f"{embedding}.weight"),)
+    else:
+        rules.extend(pairs({"head": head}, ("weight", "bias") if config.head_bias else ("weight",)))
+    return Names(tuple(rules), twins, tuple(without_meaning))

@@ -1,0 +1,112 @@
+"""GPT-2 (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mercer.checkpoints.families.decoders import (
+    ACTIVATIONS,
+    WRITTEN,
+    build,
+    hidden_of,
+    language_model,
+    pairs,
+    refuse_all_but,
+)
+from mercer.checkpoints.family import Family
+from mercer.checkpoints.keys import Keys
+from mercer.checkpoints.mapping import TRANSPOSED, Names, Rule, same
+from mercer.models.config import ModelConfig
+
+
+def _read(keys: Keys, _architecture: str) -> ModelConfig:
+    keys.must_be("add_cross_attention", False)
+    keys.must_be("scale_attn_by_inverse_layer_idx", False)
+    keys.must_be("scale_attn_weights", True)
+    keys.aside(
+        "reorder_and_upcast_attn",  # a matter of rounding
+        "n_ctx",  # n_positions again
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    )
+    return ModelConfig(
+        vocab_size=keys.take("vocab_size", kind=int),
+        dim=keys.take("n_embd", kind=int),
+        layers=keys.take("n_layer", kind=int),
+        heads=keys.take("n_head", kind=int),
+        hidden=keys.take("n_inner", None, kind=int),
+        feedforward=keys.one_of("activation_function", ACTIVATIONS, "gelu_new"),
+        norm="layer",
+        norm_eps=keys.take("layer_norm_epsilon", 1e-5, kind=float),
+        position="learned",
+        max_length=keys.take("n_positions", kind=int),
+        tie_embeddings=keys.take("tie_word_embeddings", True, kind=bool),
+        bias=True,
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    refuse_all_but(
+        config,
+        "gpt2",
+        feedforward=WRITTEN,
+        norm=("layer",),
+        position=("learned",),
+        bias=(True,),
+        kv_heads=(None, config.heads),
+        head_dim=(None, config.dim // config.heads),
+        **dict.fromkeys(("hidden", "norm_eps", "max_length", "tie_embeddings")),
+    )
+    return {
+        "vocab_size": config.vocab_size,
+        "n_embd": config.dim,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": hidden_of(config),
+        "activation_function": WRITTEN[config.feedforward],
+        "layer_norm_epsilon": config.norm_eps,
+        "n_positions": config.max_length,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def _names(config: ModelConfig) -> Names:
+    def layer(i: int) -> list[Rule]:
+        here, there = f"blocks.{i}", f"transformer.h.{i}"
+        linear = {
+            "attention.qkv": "attn.c_attn",
+            "attention.output": "attn.c_proj",
+            "feedforward.input": "mlp.c_fc",
+            "feedforward.output": "mlp.c_proj",
+        }
+        rules = [Rule(f"{here}.{a}.weight", (f"{there}.{b}.weight",), (TRANSPOSED,)) for a, b in linear.items()]
+        rules += [same(f"{here}.{a}.bias", f"{there}.{b}.bias") for a, b in linear.items()]
+        norms = {f"{here}.attention_norm": f"{there}.ln_1", f"{here}.feedforward_norm": f"{there}.ln_2"}
+        return rules + pairs(norms, ("weight", "bias"))
+
+    return language_model(
+        config,
+        layer,
+        embedding="transformer.wte",
+        norm="transformer.ln_f",
+        norm_parts=("weight", "bias"),
+        more=[same("positions.weight", "transformer.wpe.weight")],
+        without_meaning=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),  # causal masks
+    )
+
+
+FAMILIES = (
+    Family(
+        name="gpt2",
+        architectures=("GPT2LMHeadModel", "GPT2Model"),
+        read_config=_read,
+        write_config=_write,
+        build=build,
+        names=_names,
+        config=ModelConfig,
+        prefix="transformer.",
+    ),
+)

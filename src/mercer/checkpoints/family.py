@@ -1,0 +1,93 @@
+"""What an architecture of the hub is made of here: a configuration read and written, and the names of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from mercer.checkpoints.keys import Keys
+from mercer.checkpoints.mapping import Names
+from mercer.errors import InvalidArgument, Unsupported
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json.
+
+    name: the model type. architectures: the classes of the hub that are read; the first of them is written.
+    read_config: from the keys and the architecture to a configuration here. write_config: the keys of a configuration;
+    Unsupported where the architecture has no way to say it. build: the model of a configuration. names: the rules of
+    its tensors. config: the configuration's class. prefix: what a bare body's tensors lack on disk ("transformer.").
+    renamed: the current name of a tensor for that of an older file.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    read_config: Callable[[Keys, str], Any]
+    write_config: Callable[[Any], dict[str, Any]]
+    build: Callable[[Any], nn.Module]
+    names: Callable[[Any], Names]
+    config: type
+    prefix: str = ""
+    renamed: Callable[[str], str] | None = None
+
+
+_HOMES = {
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "llama",
+}
+"""Of each model type the module of `mercer.checkpoints.families` that has it."""
+
+
+def families() -> tuple[str, ...]:
+    """The model types that can be read."""
+    return tuple(_HOMES)
+
+
+def find_family(name: str) -> Family:
+    """The family of a model type.
+
+    Raises:
+        InvalidArgument: there is none; the message lists those that there are.
+    """
+    if name not in _HOMES:
+        raise InvalidArgument(f"there is no architecture {name!r} here; there are {', '.join(families())}")
+    module = import_module(f"mercer.checkpoints.families.{_HOMES[name]}")
+    return next(family for family in module.FAMILIES if family.name == name)
+
+
+def family_of(config: Any) -> Family:
+    """The first family that can say a configuration.
+
+    Raises:
+        Unsupported: none can; the message has what each found missing.
+    """
+    reasons: list[str] = []
+    for name in families():
+        family = find_family(name)
+        if not isinstance(config, family.config):
+            continue
+        try:
+            family.write_config(config)
+        except Unsupported as error:
+            reasons.append(f"{name}: {error}")
+        else:
+            return family
+    raise Unsupported(
+        "no architecture of the hub is this model; mercer.models.io.save_model keeps it as it is "
+        f"({'; '.join(reasons) or type(config).__name__})"
+    )
+
+
+def config_values(family: Family, config: Any) -> Mapping[str, Any]:
+    """A whole config.json."""
+    return {
+        "architectures": [family.architectures[0]],
+        "model_type": family.name,
+        **family.write_config(config),
+    }

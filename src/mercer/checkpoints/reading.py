@@ -1,0 +1,213 @@
+"""From a folder of the hub's format to a model, strictly: no key, no tensor, no shape passes unseen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mercer.checkpoints.family import Family, find_family
+from mercer.checkpoints.keys import Keys
+from mercer.checkpoints.mapping import Names, Rule
+from mercer.checkpoints.source import Safetensors, Source
+from mercer.errors import InvalidArgument
+from mercer.models.config import BlockConfig
+from mercer.models.io import load_model
+from mercer.runtime.files import read_json
+
+CONFIG = "config.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model and what is known of the file it came from.
+
+    family: the architecture's name, or "mercer" for a model that was trained here. ignored: the keys of config.json
+    that change no logit, and their values: special tokens, dropout, generation.
+    """
+
+    model: nn.Module
+    family: str
+    folder: Path
+    ignored: dict[str, Any] = field(default_factory=dict)
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    attention: str | Sequence[str] | None = None,
+) -> Any:
+    """The model of a checkpoint, in evaluation mode; arguments and errors as for :func:`open_checkpoint`.
+
+    A language model called on token ids [B, T] gives logits [B, T, vocab_size].
+    """
+    return open_checkpoint(path, dtype=dtype, device=device, attention=attention).model
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    attention: str | Sequence[str] | None = None,
+) -> Checkpoint:
+    """Read a folder that `transformers` or this library wrote.
+
+    Tensors that are stored as they are needed stay mapped: their pages are read when first used, and written to in
+    memory alone. Others are copied one by one, so that a model never takes much more than its own size.
+
+    path: a folder with config.json and model.safetensors, or shards with an index.
+    dtype: of the parameters; None: as stored. "float32", "bfloat16", "float16", "float64" or a torch dtype.
+    attention: names of kernel and normaliser that replace the model's own, one or a pattern over the layers, as in
+        `ModelConfig.attention`. What a kernel has to learn starts as it does in a new model.
+
+    Raises:
+        StorageError: a file is missing, unreadable or damaged.
+        InvalidArgument: an unknown architecture, key or tensor, a missing tensor, one of another shape.
+        Unsupported: the configuration asks for what is not computed here.
+    """
+    folder, kind = Path(path), _dtype(dtype)
+    values = read_json(folder / CONFIG)
+    if not isinstance(values, dict):
+        raise InvalidArgument(f"{folder / CONFIG} must hold a JSON object of configuration keys")
+    if "model_type" not in values:
+        if "vocab_size" not in values or "dim" not in values:
+            raise InvalidArgument(f"{folder / CONFIG} has no model_type, so its architecture is unknown")
+        return Checkpoint(_native(folder, kind, device, attention), "mercer", folder)
+    family = find_family(values["model_type"])
+    architecture = _architecture(values, family, folder)
+    keys = Keys(values, str(folder / CONFIG))
+    config = family.read_config(keys, architecture)
+    keys.finish()
+    model = fill(family, config, Safetensors(folder), dtype=kind, device=device, attention=attention)
+    return Checkpoint(model, family.name, folder, keys.ignored)
+
+
+def fill(
+    family: Family,
+    config: Any,
+    source: Source,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    attention: str | Sequence[str] | None = None,
+) -> nn.Module:
+    """A model of a configuration with the tensors of a source."""
+    names, source = family.names(config), _current(family, source)
+    with torch.device("meta"):  # what no file has, such as random directions, gets values all the same
+        model = family.build(config)
+    check(source, names, dict(model.named_parameters()))
+    if attention is not None:
+        with torch.device("meta"):
+            model = family.build(with_attention(config, attention))
+    model.load_state_dict(dict(read_all(source, names, dtype, device)), strict=False, assign=True)
+    return model.to(device).eval()
+
+
+def check(source: Source, names: Names, parameters: dict[str, Tensor]) -> None:
+    """Compare what is there with what is needed, before anything is read.
+
+    Raises:
+        InvalidArgument: something is missing, left over or of another shape; the message has the first of each.
+    """
+    covered = {rule.ours for rule in names.rules}
+    if covered != parameters.keys():
+        odd = sorted(covered ^ parameters.keys())
+        raise InvalidArgument(f"the rules of this architecture and its parameters differ in {', '.join(odd[:4])}")
+    wanted: dict[str, tuple[int, ...]] = {}
+    for rule in names.rules:
+        pieces = rule.write(torch.empty(parameters[rule.ours].shape, device="meta"))
+        wanted |= {name: tuple(piece.shape) for name, piece in zip(rule.theirs, pieces, strict=True)}
+    ignorable = re.compile("|".join(f"(?:{pattern})" for pattern in names.without_meaning) or r"(?!)")
+    twins = {twin.theirs for twin in names.twins}
+    missing = sorted(wanted.keys() - source.names)
+    left = sorted(name for name in source.names - wanted.keys() - twins if not ignorable.fullmatch(name))
+    parts = [
+        f"{what} {', '.join(several[:4])}{f' and {len(several) - 4} more' if len(several) > 4 else ''}"
+        for what, several in (("lacks", missing), ("has the unknown", left))
+        if several
+    ]
+    if parts:
+        raise InvalidArgument(f"{source.where} does not fit its configuration: it {' and '.join(parts)}")
+    for name, shape in wanted.items():
+        if source.shape(name) != shape:
+            raise InvalidArgument(
+                f"{source.where}: {name} has shape {list(source.shape(name))}, but the configuration asks for "
+                f"{list(shape)}"
+            )
+
+
+def read_all(
+    source: Source, names: Names, dtype: torch.dtype | None, device: torch.device | str
+) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors, one by one, so that the pieces of each are let go before the next."""
+    for rule in names.rules:
+        yield rule.ours, _read(source, rule, dtype, device)
+    for twin in names.twins:
+        if twin.theirs in source.names and not torch.equal(source.read(twin.theirs), source.read(twin.of)):
+            raise InvalidArgument(
+                f"{source.where}: {twin.theirs} differs from {twin.of}, but the configuration says that they are one "
+                "(tie_word_embeddings)"
+            )
+
+
+def _read(source: Source, rule: Rule, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+    tensor = rule.read([source.read(name) for name in rule.theirs])
+    if not tensor.is_floating_point():
+        raise InvalidArgument(
+            f"{source.where}: {rule.theirs[0]} has dtype {tensor.dtype}; weights are floating-point numbers, and "
+            "quantised ones are read from GGUF files"
+        )
+    return tensor.to(device=device, dtype=dtype)
+
+
+def with_attention(config: Any, attention: str | Sequence[str]) -> Any:
+    """A configuration with another attention in its layers."""
+    if not isinstance(config, BlockConfig):
+        raise InvalidArgument(f"the attention of a {type(config).__name__} cannot be named")
+    return type(config)(**{**config.model_dump(), "attention": attention})
+
+
+def _native(
+    folder: Path, dtype: torch.dtype | None, device: torch.device | str, attention: str | Sequence[str] | None
+) -> nn.Module:
+    model = load_model(folder)
+    if attention is not None:
+        model = model.with_attention(attention)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def _current(family: Family, source: Source) -> Source:
+    """The source under the names that the family's rules use."""
+    names = {name: name if family.renamed is None else family.renamed(name) for name in source.names}
+    if family.prefix and not any(name.startswith(family.prefix) for name in names.values()):
+        names = {old: family.prefix + new for old, new in names.items()}
+    return source.renamed(names)
+
+
+def _architecture(values: dict[str, Any], family: Family, folder: Path) -> str:
+    listed = values.get("architectures") or [family.architectures[0]]
+    if not isinstance(listed, list) or listed[0] not in family.architectures:
+        raise InvalidArgument(
+            f"{folder / CONFIG}: architectures is {listed}; of {family.name} there are "
+            f"{', '.join(family.architectures)}"
+        )
+    return listed[0]
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise InvalidArgument(f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if dtype is not None and not dtype.is_floating_point:
+        raise InvalidArgument(f"dtype is {dtype}; parameters are floating-point numbers")
+    return dtype

@@ -1,0 +1,73 @@
+"""From a block's configuration to its bricks: what every family of models is wired from."""
+
+from mercer.core.names import parse_attention
+from mercer.core.structures import Structure
+from mercer.models.block_config import BlockConfig
+from mercer.models.initial import generator_of
+from mercer.nn.attention import Attention
+from mercer.nn.block import Block
+from mercer.nn.feedforward import FeedForward
+from mercer.nn.norms import LayerNorm, RMSNorm
+from mercer.nn.options import takes_gain
+from mercer.nn.rotary import Rotary
+
+ATTENTION_PARTS = ("qkv", "query", "key", "value", "output", "gate")
+
+
+def make_norm(config: BlockConfig, dim: int | None = None) -> LayerNorm | RMSNorm:
+    """A norm of the residual stream, or of another number of channels."""
+    dim = config.dim if dim is None else dim
+    if config.norm == "rms":
+        return RMSNorm(dim, eps=config.norm_eps, offset=config.norm_offset)
+    return LayerNorm(dim, eps=config.norm_eps, bias="norm" in config.biased)
+
+
+def make_attention(
+    config: BlockConfig,
+    layer: int,
+    structure: Structure,
+    *,
+    rotary: Rotary | None = None,
+    alibi: bool = False,
+    recency: bool = False,
+    name: str = "blocks",
+) -> Attention:
+    """The attention of a layer. name: of the list of blocks, which tells the random features of two lists apart."""
+    kernel, normalizer = parse_attention(config.attentions[layer])
+    return Attention(
+        config.dim,
+        config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        kernel=kernel,
+        normalizer=normalizer,
+        structure=structure,
+        scale=config.attention_scale,
+        rotary=rotary,
+        alibi=alibi,
+        gain=config.gain if takes_gain(normalizer) else "none",
+        gain_init=1.0 if config.gain_init is None else config.gain_init,
+        recency=recency,
+        bias=tuple(part for part in config.biased if part in ATTENTION_PARTS),
+        generator=generator_of(config.seed, f"{name}.{layer}.attention.kernel_tensors"),
+    )
+
+
+def make_feedforward(config: BlockConfig) -> FeedForward:
+    """The feed-forward of every layer."""
+    return FeedForward(config.dim, config.hidden, kind=config.feedforward, bias="feedforward" in config.biased)
+
+
+def make_block(config: BlockConfig, attention: Attention) -> Block:
+    """A block around an attention, with its norms where the configuration has them."""
+    both = config.norm_position == "both"
+    return Block(
+        attention,
+        make_feedforward(config),
+        make_norm(config),
+        None if config.parallel == "one_norm" else make_norm(config),
+        norm_position=config.norm_position,
+        parallel=config.parallel,
+        attention_norm_after=make_norm(config) if both else None,
+        feedforward_norm_after=make_norm(config) if both else None,
+    )
