@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
     from mercer.core.state import CacheState, FeatureState, MixedState, State
+    from mercer.core.structure_names import parse_structure, structure_name
     from mercer.core.structures import Causal, Documents, Full, Padding, Pattern, Structure, Window
     from mercer.errors import (
         Interrupted,
@@ -81,6 +82,7 @@ _HOMES = {
     "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Standardize", "Sum"),
     "mercer.core.state": ("CacheState", "FeatureState", "MixedState", "State"),
     "mercer.core.log_weights": ("Alibi", "Decay", "RelativeBias"),
+    "mercer.core.structure_names": ("parse_structure", "structure_name"),
     "mercer.core.structures": (
         "Causal",
         "Documents",
@@ -181,7 +183,9 @@ __all__ = [
     "matching_loss",
     "measure_machine",
     "parse_attention",
+    "parse_structure",
     "plan",
+    "structure_name",
     "use_machine",
 ]
 

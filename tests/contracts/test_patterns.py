@@ -54,7 +54,9 @@ PATTERNS = {
     "bigbird": BigBird(4, random=1, seed=1),
     "bigbird by head": BigBird(3, random=2, heads=HEADS),
     "bigbird of the hub": BigBird(4, random=3, hf_compat=True),
+    "bigbird causal": BigBird(2, random=2, heads=HEADS, causal=True),
     "random": RandomBlocks(3, 2) & Causal(),
+    "random causal": RandomBlocks(3, 2, seed=4, causal=True),
     "prefix": PrefixLM(9),
     "prefix by row": PrefixLM(torch.tensor([3, 14])),
     "function": Visible(lambda row, head, query, key: (query * 7 + key * 3) % 5 < 2),
@@ -181,6 +183,17 @@ def test_what_depends_on_the_whole_call_has_no_state(name):
         attention(*inputs(), structure=PATTERNS[name], return_state=True)
 
 
+def test_a_causal_draw_is_the_same_at_any_length_and_among_what_came_before():
+    short, long = (RandomBlocks(4, 3, seed=2, heads=2, apart=True, causal=True).table(n) for n in (37, 4000))
+    assert (short == long[:, : short.shape[1]]).all()
+    for block in range(long.shape[1]):
+        for drawn in long[:, block]:
+            chosen = drawn[drawn >= 0]
+            assert len(set(chosen)) == len(chosen) == min(3, max(block - 2, 0))
+            assert all(0 < b < block - 1 for b in chosen)
+    assert len({tuple(sorted(row)) for row in long[:, 50:].reshape(-1, 3)}) > 500  # blocks and heads draw apart
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_features_and_mixtures_are_refused(name):
     with pytest.raises(Unsupported, match="pairs"):
@@ -205,7 +218,7 @@ patterns = st.recursive(
         st.builds(Window, st.none(), st.integers(0, 2), st.integers(1, 5)),
         st.builds(Blocks, st.integers(1, 9), st.integers(0, 2), st.integers(0, 2)),
         st.builds(Global, st.lists(st.integers(0, 40), min_size=1, max_size=4), see=st.booleans()),
-        st.builds(RandomBlocks, st.integers(1, 6), st.integers(1, 3), st.integers(0, 3)),
+        st.builds(RandomBlocks, st.integers(1, 6), st.integers(1, 3), st.integers(0, 3), causal=st.booleans()),
         st.builds(EndBlocks, st.integers(1, 6), st.booleans()),
         st.builds(Strided, st.integers(1, 8)),
         st.builds(PrefixLM, st.integers(0, 30)),

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mercer.core.patterns import Blocks
+from mercer.core.patterns import Blocks, Prefix
 from mercer.core.places import Candidates, Geometry, Place
-from mercer.core.structures import Pattern, at_least
+from mercer.core.structures import Causal, Either, Pattern, at_least, intersection
 from mercer.errors import InvalidArgument
 
 
@@ -29,8 +29,10 @@ class RandomBlocks(Pattern):
             heads.
         apart: draw among blocks that are neither the first nor the last and not next to a query's own, which BigBird
             shows anyway. Default False.
+        causal: draw among the blocks up to a query's own, and show no key after the query. Default False.
 
-    The draw depends on the length, so states cannot be continued. Source: Zaheer et al. 2020, arXiv 2007.14062.
+    The draw depends on the length, so states cannot be continued; with ``causal`` it depends on the query's block
+    alone, and they can. Source: Zaheer et al. 2020, arXiv 2007.14062.
     """
 
     size: int
@@ -38,8 +40,7 @@ class RandomBlocks(Pattern):
     seed: int = 0
     heads: int | None = None
     apart: bool = False
-    needs_length = True
-    ends = "depends on the length"
+    causal: bool = False
 
     def __post_init__(self) -> None:
         at_least("RandomBlocks", size=self.size, count=self.count)
@@ -51,9 +52,17 @@ class RandomBlocks(Pattern):
     def per_head(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.heads is not None
 
+    @property
+    def needs_length(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.causal
+
+    @property
+    def ends(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.causal else "depends on the length"
+
     def table(self, total: int) -> NDArray[np.int64]:
         """The blocks that each block of queries sees, ``[heads or 1, blocks, count]``, -1 for none."""
-        return _drawn(self.size, self.count, self.seed, self.heads or 1, self.apart, total)
+        return _drawn(self.count, self.seed, self.heads or 1, self.apart, self.causal, math.ceil(total / self.size))
 
     def sees(self, at: Place) -> Tensor:
         if self.heads is not None and at.head.max() >= self.heads:
@@ -61,7 +70,8 @@ class RandomBlocks(Pattern):
                 f"RandomBlocks: heads={self.heads}, but the call has {int(at.head.max()) + 1} query heads or more."
             )
         found: Tensor | None = None
-        for total in at.total.unique().tolist():
+        past = int(at.query.max()) + 1 if self.causal and at.query.numel() else 0
+        for total in [past] if self.causal else at.total.unique().tolist():
             table = torch.from_numpy(self.table(int(total))).to(at.key.device)
             blocks = table.shape[1]
             head = at.head if self.heads is not None else at.head.new_zeros(1, 1, 1, 1)
@@ -69,12 +79,14 @@ class RandomBlocks(Pattern):
             if not blocks:
                 continue
             drawn = table[head, query]  # [b, h, q, 1, count]
-            seen = ((at.key // self.size).unsqueeze(-1) == drawn).any(-1) & (at.total == total)
+            seen = ((at.key // self.size).unsqueeze(-1) == drawn).any(-1)
+            seen = seen & (at.key <= at.query if self.causal else at.total == total)
             found = seen if found is None else found | seen
         return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=at.key.device) if found is None else found
 
     def candidates(self, geometry: Geometry) -> Candidates:
-        tables = [self.table(total) for total in geometry.totals]
+        totals = (geometry.first_query + geometry.queries,) if self.causal else geometry.totals
+        tables = [self.table(total) for total in totals]
 
         def keys(queries: NDArray[np.int64]) -> NDArray[np.int64]:
             blocks = np.unique(queries // self.size)
@@ -86,15 +98,17 @@ class RandomBlocks(Pattern):
 
 
 @lru_cache(maxsize=64)
-def _drawn(size: int, count: int, seed: int, heads: int, apart: bool, total: int) -> NDArray[np.int64]:
-    blocks = math.ceil(total / size)
+def _drawn(count: int, seed: int, heads: int, apart: bool, causal: bool, blocks: int) -> NDArray[np.int64]:
     table = np.full((heads, blocks, count), -1, dtype=np.int64)
     for head in range(heads):
         draw = np.random.default_rng((seed, head, blocks))
         for block in range(blocks):
-            allowed = np.arange(blocks)
+            if causal:  # each block's own draw, whatever follows
+                draw = np.random.default_rng((seed, head, block))
+            allowed = np.arange(block + 1 if causal else blocks)
             if apart:
-                allowed = allowed[(allowed > 0) & (allowed < blocks - 1) & (abs(allowed - block) > 1)]
+                inner = (allowed > 0) & (causal | (allowed < blocks - 1))
+                allowed = allowed[inner & (abs(allowed - block) > 1)]
             chosen = draw.permutation(allowed)[:count]
             table[head, block, : len(chosen)] = chosen
     return table
@@ -136,8 +150,11 @@ class BigBird(Pattern):
         seed, heads: of their drawing, as of :class:`RandomBlocks`.
         hf_compat: compute what the hub's models do when they are evaluated: there every random block is block 0,
             which queries of inner blocks therefore count 1 + random times in their softmax.
+        causal: the variant for models that write: a query sees of its own block, the one before it, the first one and
+            ``random`` ones drawn among those between, what does not come after it. Default False.
 
-    The pattern depends on the length, so states cannot be continued. Source: Zaheer et al. 2020, arXiv 2007.14062.
+    The pattern depends on the length, so states cannot be continued; with ``causal`` it does not, and they can. Source:
+    Zaheer et al. 2020, arXiv 2007.14062.
     """
 
     size: int
@@ -145,14 +162,25 @@ class BigBird(Pattern):
     seed: int = 0
     heads: int | None = None
     hf_compat: bool = False
-    needs_length = True
-    ends = "depends on the length"
+    causal: bool = False
 
     def __post_init__(self) -> None:
         at_least("BigBird", size=self.size)
         at_least("BigBird", 0, random=self.random, seed=self.seed)
         if self.hf_compat and self.heads is not None:
             raise InvalidArgument("BigBird: with hf_compat nothing is drawn, so leave heads out.")
+        if self.hf_compat and self.causal:
+            raise InvalidArgument("BigBird: the hub has no causal models of it, so leave hf_compat or causal out.")
+        if self.heads is not None:
+            at_least("BigBird", heads=self.heads)
+
+    @property
+    def needs_length(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.causal
+
+    @property
+    def ends(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.causal else "depends on the length"
 
     @property
     def per_head(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -163,6 +191,11 @@ class BigBird(Pattern):
         return self.hf_compat and self.random > 0
 
     def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
+        if self.causal:
+            before: tuple[Pattern, ...] = (Blocks(self.size, 1), Prefix(self.size))
+            if self.random:
+                before += (RandomBlocks(self.size, self.random, self.seed, self.heads, apart=True, causal=True),)
+            return intersection((Either(before), Causal()))
         shown: list[Pattern] = [Blocks(self.size, 1, 1), EndBlocks(self.size, True), EndBlocks(self.size, False)]
         if self.random and not self.hf_compat:
             shown.append(RandomBlocks(self.size, self.random, self.seed, self.heads, apart=True))

@@ -56,14 +56,19 @@ def literally_shown(
             of_query, of_key = (t >= 0 and bool(part.mask[row, t]) for t in tokens)
             return (part.seen and of_key) or (part.see and of_query)
         case RandomBlocks(size):
-            return key // size in part.table(total)[head if part.heads is not None else 0, query // size]
+            length = query + 1 if part.causal else total
+            drawn = part.table(length)[head if part.heads is not None else 0, query // size]
+            return key // size in drawn and (back >= 0 or not part.causal)
         case EndBlocks(size, keys):
             return (key if keys else query) // size in (0, (total - 1) // size)
         case BigBird(size):
             blocks = (query // size, key // size)
-            if abs(blocks[0] - blocks[1]) <= 1 or {0, (total - 1) // size} & set(blocks):
+            if part.causal and back < 0:
+                return False
+            ends = {0} if part.causal else {0, (total - 1) // size}
+            if abs(blocks[0] - blocks[1]) <= 1 or ends & set(blocks):
                 return True
-            drawn = RandomBlocks(size, max(part.random, 1), part.seed, part.heads, apart=True)
+            drawn = RandomBlocks(size, max(part.random, 1), part.seed, part.heads, apart=True, causal=part.causal)
             return (
                 bool(part.random)
                 and not part.hf_compat
