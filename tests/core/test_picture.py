@@ -130,6 +130,8 @@ def test_long_ones_say_that_cells_are_blocks():
         ({"queries": 4, "keys": 2.5}, "keys must be an integer"),
         ({"queries": 4, "heads": (5,), "query_heads": 3}, r"heads must be some of 0 to 2, not \[5\]"),
         ({"queries": 4, "rows": ()}, "rows must be some of 0"),
+        ({"queries": 4, "rows": 2}, r"rows says which rows to draw, such as \(0, 1\), not 2"),
+        ({"queries": 4, "heads": 3}, r"heads says which heads to draw, such as \(0, 1\), not 3"),
         ({"queries": 4, "heads": tuple(range(9)), "rows": (0, 1)}, "draw 16 or fewer"),
     ],
 )

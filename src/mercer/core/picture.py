@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,6 +68,9 @@ def weights(
     for name, length in (("queries", queries), ("keys", keys)):
         if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= LARGEST:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"plot: {name} must be an integer from 1 to {LARGEST:,}, not {length!r}.")
+    for name, which in (("rows", rows), ("heads", () if heads is None else heads)):
+        if not isinstance(which, Sequence) or not all(isinstance(one, int) for one in which):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"plot: {name} says which {name} to draw, such as (0, 1), not {which!r}.")
     merged = merge(structure)
     batch = _batch(merged, rows) if batch is None else batch
     count = _heads(structure, merged, heads) if query_heads is None else query_heads
@@ -78,7 +80,8 @@ def weights(
     block = 1 if max(queries, keys) <= EXACT else -(-max(queries, keys) // CELLS)
     cells = [[_panel(plan, merged, row, head, block) for head in shown] for row in rows]
     share = torch.stack([torch.stack([one[0] for one in line]) for line in cells])
-    logs = torch.stack([torch.stack([one[1] for one in line]) for line in cells]) if merged.weighted else None
+    found = [[one[1] for one in line if one[1] is not None] for line in cells]
+    logs = torch.stack([torch.stack(line) for line in found]) if merged.weighted else None
     chosen = torch.tensor(tuple(rows))
     places = [x.expand(batch, -1)[chosen] for x in (plan.query_position, plan.key_position)]
     there = [
@@ -88,8 +91,8 @@ def weights(
     return Weights(share, logs, block, *places, *there)
 
 
-def _panel(plan: Layout, merged: Merged, row: int, head: int, block: int) -> tuple[Tensor, Tensor]:
-    """Share visible and logarithm of the mean weight of the cells of one row and head."""
+def _panel(plan: Layout, merged: Merged, row: int, head: int, block: int) -> tuple[Tensor, Tensor | None]:
+    """Share visible and, where pairs have weights, the logarithm of the mean weight of one row's and head's cells."""
     rows, heads, every = slice(row, row + 1), slice(head, head + 1), slice(0, plan.key_length)
     shares: list[Tensor] = []
     logs: list[Tensor] = []
@@ -99,14 +102,25 @@ def _panel(plan: Layout, merged: Merged, row: int, head: int, block: int) -> tup
         extent = (at.stop - at.start, plan.key_length)
         visible = plan.visible(at, every, rows, heads)
         seen = torch.ones(extent, dtype=torch.bool) if visible is None else visible[0, 0].expand(extent)
-        bias = plan.bias(at, every, rows, heads, torch.float64) if merged.weighted else None
-        log = torch.zeros(extent, dtype=torch.float64) if bias is None else bias[0, 0].detach().expand(extent)
-        log = log.masked_fill(~seen, -torch.inf)
+        log = None
+        if merged.weighted:
+            bias = plan.bias(at, every, rows, heads, torch.float64)
+            log = torch.zeros(extent, dtype=torch.float64) if bias is None else bias[0, 0].detach().expand(extent)
+            log = log.masked_fill(~seen, -torch.inf)
         if block == 1:
             return seen.double(), log
-        shares.append(torch.stack([part.double().mean() for part in seen.split(block, 1)]))
-        logs.append(torch.stack([part.flatten().logsumexp(0) - math.log(part.numel()) for part in log.split(block, 1)]))
-    return torch.stack(shares), torch.stack(logs)
+        pairs = (at.stop - at.start) * (plan.key_length - torch.arange(0, plan.key_length, block)).clamp(max=block)
+        shares.append(_in_cells(seen.double(), block, 0).sum(1) / pairs)
+        if log is not None:
+            logs.append(_in_cells(log, block, -torch.inf).logsumexp(1) - pairs.double().log())
+    return torch.stack(shares), torch.stack(logs) if logs else None
+
+
+def _in_cells(strip: Tensor, block: int, nothing: float) -> Tensor:
+    """The numbers of a strip of queries, those of each cell in a row: ``[cells, queries * block]``, ``nothing`` where
+    the last cell has fewer keys."""
+    whole = torch.nn.functional.pad(strip, (0, -strip.shape[1] % block), value=nothing)
+    return whole.unflatten(1, (-1, block)).transpose(0, 1).flatten(1)
 
 
 def _batch(merged: Merged, rows: Sequence[int]) -> int:
