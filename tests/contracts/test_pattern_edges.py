@@ -4,7 +4,21 @@ import pytest
 import torch
 from tests.tolerance import assert_close
 
-from mercer import Causal, Columns, Exp, Global, Length, Longformer, Padding, Sum, Visible, Window, attention
+from mercer import (
+    Blocks,
+    Causal,
+    Columns,
+    Exp,
+    Full,
+    Global,
+    Length,
+    Longformer,
+    Padding,
+    Sum,
+    Visible,
+    Window,
+    attention,
+)
 from mercer.core.reference import reference_attention
 
 BATCH, HEADS, KEY_HEADS, DIM = 2, 4, 2, 4
@@ -49,3 +63,20 @@ def test_counts_of_a_union_with_a_function_of_heads(padded):
     valid[0, :5] = valid[1, 9:11] = False
     for structure in (asked | Columns(8, 3), (asked & Causal()) | Global((2,))):
         compare(structure & Padding(valid) if padded else structure, 17, 17, Length())
+
+
+@pytest.mark.parametrize(
+    "everything",
+    [Window(None, None), Causal() | Full(), Blocks(3) | Window(None, None), Full() | (Causal() & Blocks(2))],
+    ids=str,
+)
+@pytest.mark.parametrize("queries", [9, 4, 12])
+def test_what_shows_every_pair_orders_nothing(everything, queries):
+    """Queries are then tokens of their own, whichever keys are padding: as under Full."""
+    valid = torch.ones(BATCH, 9, dtype=torch.bool)
+    valid[0, :4] = valid[1, 7:] = False
+    tensors = inputs(queries, 9)
+    plain = reference_attention(*tensors, structure=Full() & Padding(valid))
+    assert_close(reference_attention(*tensors, structure=everything & Padding(valid)), plain, 9 * DIM)
+    for form in ("dense", "chunked"):
+        assert_close(attention(*tensors, structure=everything & Padding(valid), form=form), plain, 9 * DIM, form)

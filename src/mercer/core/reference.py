@@ -22,7 +22,7 @@ from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, 
 from mercer.core.pairwise import Bias, Mask
 from mercer.core.reference_maps import literal_features
 from mercer.core.reference_patterns import literal_weight, literally_shown
-from mercer.core.structures import Causal, Documents, Full, Padding, Pattern, Structure, Window
+from mercer.core.structures import Causal, Documents, Either, Full, Padding, Pattern, Structure, Window
 from mercer.errors import Unsupported
 
 
@@ -208,14 +208,22 @@ def _normalise(normalizer: Normalizer, numerator: Tensor, denominator: Tensor, c
     return out.squeeze(2)
 
 
+def _orders(part: Structure) -> bool:
+    """Whether a part says anything of positions: patterns do, unless they show every pair."""
+    if isinstance(part, Either):
+        return all(any(_orders(p) for p in member.parts) for member in part.members)
+    if isinstance(part, Full) or part == Window(None, None):
+        return False
+    return isinstance(part, Pattern | Decay | Documents | Alibi | RelativeBias)
+
+
 class _Weights:
     """Visibility and log-weight of a pair, read off the parts of a structure one by one."""
 
     def __init__(self, structure: Structure, batch: int, heads: int, queries: int, keys: int) -> None:
         self.parts, self.batch, self.heads = structure.parts, batch, heads
         self.queries, self.keys = queries, keys
-        places = Pattern | Decay | Documents | Alibi | RelativeBias
-        ordered = any(isinstance(p, places) and not isinstance(p, Full) for p in self.parts)
+        ordered = any(_orders(part) for part in self.parts)
         self.key_real = [[True] * keys for _ in range(batch)]
         self.query_real = [[True] * queries for _ in range(batch)]
         for part in self.parts:

@@ -294,6 +294,9 @@ class Window(Pattern):
         dilation = "" if self.dilation == 1 else f", dilation={self.dilation}"
         return f"Window(left={self.left}, right={self.right}{dilation})"
 
+    def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
+        return ((),) if self.left is None and self.right is None and self.dilation == 1 else ((self,),)
+
     def sees(self, at: Place) -> Tensor:
         ahead = at.key - at.query
         seen = torch.ones_like(ahead, dtype=torch.bool) if self.dilation == 1 else ahead % self.dilation == 0
