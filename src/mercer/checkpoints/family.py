@@ -40,6 +40,9 @@ _HOMES = {
     "gpt2": "gpt2",
     "llama": "llama",
     "mistral": "llama",
+    "bloom": "bloom",
+    "gptj": "gptj",
+    "gpt_neox": "gpt_neox",
 }
 """Of each model type the module of `mercer.checkpoints.families` that has it."""
 

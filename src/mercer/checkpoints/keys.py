@@ -101,7 +101,7 @@ dropout here), and about use (special tokens, generation)."""
 class Keys:
     """The keys of one configuration, taken one by one.
 
-    where: the file, for messages. Keys that are absent and keys that are null are the same.
+    where: the file, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -112,10 +112,11 @@ class Keys:
         """What was left aside, by name."""
 
     def take(self, name: str, default: T = _NONE, *, kind: type | tuple[type, ...] | None = None) -> Any | T:
-        """The value of a key, or the default where it is absent or null.
+        """The value of a key; where it is absent, the default. A key that is there and null is None, whatever the
+        default: a file that says null may mean something else than one that says nothing.
 
         Raises:
-            InvalidArgument: it is absent and there is no default, or it is not of the kind.
+            InvalidArgument: it is absent or null and there is no default, or it is not of the kind.
         """
         self._left.discard(name)
         self.ignored.pop(name, None)
@@ -123,7 +124,7 @@ class Keys:
         if value is None:
             if default is _NONE:
                 raise InvalidArgument(f"{self.where} lacks {name}")
-            return default
+            return None if name in self._values else default
         if kind is not None:
             kinds = kind if isinstance(kind, tuple) else (kind,)
             wanted = (*kinds, int) if float in kinds else kinds
@@ -131,6 +132,15 @@ class Keys:
                 names = " or ".join(each.__name__ for each in kinds)
                 raise InvalidArgument(f"{self.where}: {name} is {value!r}, not of type {names}")
         return value
+
+    def first(self, *names: str, default: T = _NONE, kind: type | tuple[type, ...] | None = None) -> Any | T:
+        """The value of a key that older files call otherwise: of the first name that is there."""
+        there = [name for name in names if self._values.get(name) is not None]
+        for name in names:
+            self.take(name, None)
+        if there and any(self._values[name] != self._values[there[0]] for name in there):
+            raise InvalidArgument(f"{self.where}: {' and '.join(there)} differ, and mean the same")
+        return self.take((there or names)[0], default, kind=kind)
 
     def one_of(self, name: str, allowed: Mapping[Any, T], default: Any = _NONE) -> T:
         """What a value stands for.

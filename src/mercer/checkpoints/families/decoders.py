@@ -29,21 +29,23 @@ def build(config: ModelConfig) -> DecoderLM:
     return DecoderLM(config)
 
 
-def rope(keys: Keys) -> dict[str, Any]:
-    """`rope_base`, `rope_scaling` and `max_length` of a model with rotary positions. Newer files have
-    `rope_parameters`; older ones `rope_theta` and `rope_scaling`.
+def rope(keys: Keys, *, base: float = 10000.0, context: int | None = None) -> dict[str, Any]:
+    """`rope_base`, `rope_scaling`, `rope_turned` (as a share) and `max_length` of a model with rotary positions. Newer
+    files have `rope_parameters`; older ones `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+
+    base and context: what absent keys mean.
     """
     parameters = keys.take("rope_parameters", None, kind=dict)
     scaling = keys.take("rope_scaling", None, kind=dict)
-    theta = keys.take("rope_theta", None, kind=float)
+    theta = keys.first("rope_theta", "rotary_emb_base", default=None, kind=float)
     values = dict(parameters if parameters is not None else scaling or {})
-    base = values.pop("rope_theta", theta if theta is not None else 10000.0)
+    found: dict[str, Any] = {"rope_base": float(values.pop("rope_theta", None) or theta or base)}
     kind = values.get("rope_type", values.get("type", "default"))
-    found = {"rope_base": float(base), "max_length": keys.take("max_position_embeddings", kind=int)}
     if kind != "default":
         found["rope_scaling"] = values
-    elif extra := sorted(values.keys() - {"rope_type", "type"}):
+    elif extra := sorted(values.keys() - {"rope_type", "type", "partial_rotary_factor"}):
         raise Unsupported(f"{keys.where}: rope_parameters of type default has {', '.join(extra)}")
+    found["max_length"] = keys.take("max_position_embeddings", *(() if context is None else (context,)), kind=int)
     return found
 
 

@@ -24,8 +24,8 @@ from mercer.models.config import ModelConfig
 _BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 
 
-def read_shape(keys: Keys) -> dict[str, Any]:
-    """What LLaMA and its descendants call alike."""
+def read_shape(keys: Keys, **rotary: Any) -> dict[str, Any]:
+    """What LLaMA and its descendants call alike. rotary: what absent keys of `rope` mean."""
     return {
         "vocab_size": keys.take("vocab_size", kind=int),
         "dim": keys.take("hidden_size", kind=int),
@@ -35,7 +35,7 @@ def read_shape(keys: Keys) -> dict[str, Any]:
         "head_dim": keys.take("head_dim", None, kind=int),
         "norm_eps": keys.take("rms_norm_eps", 1e-6, kind=float),
         "tie_embeddings": keys.take("tie_word_embeddings", False, kind=bool),
-        **rope(keys),
+        **rope(keys, **rotary),
     }
 
 
@@ -63,7 +63,9 @@ def _read_llama(keys: Keys, _architecture: str) -> ModelConfig:
     keys.must_be("hidden_act", "silu")
     both = (keys.take("attention_bias", False, kind=bool), keys.take("mlp_bias", False, kind=bool))
     bias = (("qkv", "output") if both[0] else ()) + (("feedforward",) if both[1] else ())
-    return ModelConfig(**read_shape(keys), hidden=keys.take("intermediate_size", kind=int), bias=bias or False)
+    return ModelConfig(
+        **read_shape(keys, context=2048), hidden=keys.take("intermediate_size", kind=int), bias=bias or False
+    )
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _read_mistral(keys: Keys, _architecture: str) -> ModelConfig:
     return ModelConfig(
         **read_shape(keys),
         hidden=keys.take("intermediate_size", kind=int),
-        window=keys.take("sliding_window", None, kind=int),
+        window=keys.take("sliding_window", 4096, kind=int),
     )
 
 
