@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mercer.errors import InvalidArgument, NonFinite
 from mercer.inference.sampler import Sampling
@@ -25,6 +27,11 @@ def kept(**fields):
         ({"top_p": 0.51}, [2 / 3, 1 / 3, 0, 0, 0]),
         ({"top_p": 1e-9}, [1, 0, 0, 0, 0]),
         ({"top_p": 1.0}, [0.5, 0.25, 0.125, 0.0625, 0.0625]),
+        ({"min_p": 0.49}, [2 / 3, 1 / 3, 0, 0, 0]),  # at least 0.49 times as likely as the likeliest
+        ({"min_p": 0.51}, [1, 0, 0, 0, 0]),
+        ({"min_p": 1.0}, [1, 0, 0, 0, 0]),
+        ({"min_p": 0.0}, [0.5, 0.25, 0.125, 0.0625, 0.0625]),
+        ({"temperature": 2.0, "min_p": 0.6}, [0.5**0.5 / (0.5**0.5 + 0.5), 0.5 / (0.5**0.5 + 0.5), 0, 0, 0]),
         ({"top_k": 3, "top_p": 0.6}, [2 / 3, 1 / 3, 0, 0, 0]),  # top_p counts after top_k: 4/7 is below 0.6
     ],
 )
@@ -68,11 +75,63 @@ def test_the_smallest_temperatures_are_greedy_and_split_ties(temperature, logits
         ({"top_k": 2.5}, "top_k is 2.5; it is a whole number"),
         ({"top_p": 0.0}, "top_p is 0.0; it is above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": -0.1}, "min_p is -0.1; it is from 0 to 1, or None"),
+        ({"min_p": 1.1}, "min_p is 1.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it is a finite number above 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
     ],
 )
 def test_values_out_of_range(fields, message):
     with pytest.raises(InvalidArgument, match=message):
         Sampling(**fields)
+
+
+def test_the_penalty_divides_positive_and_multiplies_negative_logits():
+    logits = torch.tensor([2.0, -2.0, 1.5, -1.0])
+    seen = torch.tensor([True, True, False, False])
+    expected = torch.tensor([1.0, -4.0, 1.5, -1.0], dtype=torch.float64).softmax(0)
+    torch.testing.assert_close(Sampling(repetition_penalty=2.0).distribution(logits, seen), expected)
+    assert Sampling(0.0, repetition_penalty=2.0).choose(logits, torch.Generator(), seen) == 2
+    assert Sampling(0.0).choose(logits, torch.Generator(), seen) == 0
+
+
+@pytest.mark.peers
+@given(
+    st.sampled_from([0.2, 0.7, 1.0, 3.0]),
+    st.sampled_from([None, 1, 3, 20, 99]),
+    st.sampled_from([None, 0.1, 0.5, 0.9, 1.0]),
+    st.sampled_from([None, 0.02, 0.3, 1.0]),
+    st.sampled_from([0.8, 1.0, 1.3, 2.0]),
+    st.integers(0, 2**32 - 1),
+)
+def test_distributions_equal_the_processors_of_transformers(temperature, top_k, top_p, min_p, penalty, seed):
+    from transformers.generation import logits_process as theirs
+
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 40, generator=generator, dtype=torch.float64) * 3
+    read = torch.randint(0, 40, (1, 12), generator=generator)
+    steps = [
+        theirs.RepetitionPenaltyLogitsProcessor(penalty),
+        theirs.TemperatureLogitsWarper(temperature),
+        *([] if top_k is None else [theirs.TopKLogitsWarper(top_k)]),
+        *([] if top_p is None else [theirs.TopPLogitsWarper(top_p)]),
+        *([] if min_p is None else [theirs.MinPLogitsWarper(min_p)]),
+    ]
+    scores = logits
+    for step in steps:
+        scores = step(read, scores)
+    seen = torch.zeros(40, dtype=torch.bool).scatter(0, read[0], True)
+    ours = Sampling(temperature, top_k, top_p, min_p, penalty).distribution(logits[0], seen)
+    torch.testing.assert_close(ours, scores[0].softmax(0))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}]))
+def test_only_kept_tokens_are_drawn(seed, cut):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(30, generator=generator) * 4
+    sampling = Sampling(**cut)
+    kept = sampling.distribution(logits) > 0
+    assert all(kept[sampling.choose(logits, generator)] for _ in range(20))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
