@@ -5,6 +5,7 @@ import torch
 from tests.tolerance import assert_close
 
 from mercer import (
+    BigBird,
     Blocks,
     Causal,
     Columns,
@@ -14,6 +15,7 @@ from mercer import (
     Length,
     Longformer,
     Padding,
+    RandomBlocks,
     Sum,
     Visible,
     Window,
@@ -53,6 +55,26 @@ def test_queries_before_the_first_key_are_none_of_the_marked_ones(name, padded, 
     valid = torch.ones(BATCH, 5, dtype=torch.bool)
     valid[1, 0] = valid[0, 4] = False
     compare(BEFORE[name] & Padding(valid) if padded else BEFORE[name], queries, 5)
+
+
+DRAWN = {
+    "random": RandomBlocks(2, 1, seed=1),
+    "random by head": RandomBlocks(1, 2, heads=HEADS) & Window(9, 9),
+    "random causal": RandomBlocks(2, 2, causal=True) | Window(0, 0),
+    "bigbird": BigBird(1, random=1),
+    "bigbird causal": BigBird(1, random=1, causal=True),
+    "bigbird of the hub": BigBird(1, hf_compat=True),
+}
+
+
+@pytest.mark.parametrize("queries", [10, 12, 39])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", DRAWN)
+def test_queries_before_the_first_key_stand_in_no_block_that_is_drawn_for(name, padded, queries):
+    """They were shown what the first block is shown, in tiles that of the last one, or broke off the call."""
+    valid = torch.ones(BATCH, 9, dtype=torch.bool)
+    valid[1, :3] = valid[0, 8] = False
+    compare(DRAWN[name] & Padding(valid) if padded else DRAWN[name], queries, 9)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -31,8 +31,9 @@ class RandomBlocks(Pattern):
             shows anyway. Default False.
         causal: draw among the blocks up to a query's own, and show no key after the query. Default False.
 
-    The draw depends on the length, so states cannot be continued; with ``causal`` it depends on the query's block
-    alone, and they can. Source: Zaheer et al. 2020, arXiv 2007.14062.
+    Queries before the first key, where there are more of them than keys, stand in no block and are shown none. The draw
+    depends on the length, so states cannot be continued; with ``causal`` it depends on the query's block alone, and
+    they can. Source: Zaheer et al. 2020, arXiv 2007.14062.
     """
 
     size: int
@@ -70,7 +71,7 @@ class RandomBlocks(Pattern):
                 f"RandomBlocks: heads={self.heads}, but the call has {int(at.head.max()) + 1} query heads or more."
             )
         found: Tensor | None = None
-        past = int(at.query.max()) + 1 if self.causal and at.query.numel() else 0
+        past = max(int(at.query.max()) + 1, 0) if self.causal and at.query.numel() else 0
         for total in [past] if self.causal else at.total.unique().tolist():
             table = torch.from_numpy(self.table(int(total))).to(at.key.device)
             blocks = table.shape[1]
@@ -79,18 +80,19 @@ class RandomBlocks(Pattern):
             if not blocks:
                 continue
             drawn = table[head, query]  # [b, h, q, 1, count]
-            seen = ((at.key // self.size).unsqueeze(-1) == drawn).any(-1)
+            seen = ((at.key // self.size).unsqueeze(-1) == drawn).any(-1) & (at.query >= 0)
             seen = seen & (at.key <= at.query if self.causal else at.total == total)
             found = seen if found is None else found | seen
         return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=at.key.device) if found is None else found
 
     def candidates(self, geometry: Geometry) -> Candidates:
-        totals = (geometry.first_query + geometry.queries,) if self.causal else geometry.totals
+        totals = (max(geometry.first_query + geometry.queries, 0),) if self.causal else geometry.totals
         tables = [self.table(total) for total in totals]
 
         def keys(queries: NDArray[np.int64]) -> NDArray[np.int64]:
             blocks = np.unique(queries // self.size)
-            chosen = np.unique(np.concatenate([t[:, blocks[blocks < t.shape[1]]].ravel() for t in tables]))
+            drawn = [t[:, blocks[(blocks >= 0) & (blocks < t.shape[1])]].ravel() for t in tables]
+            chosen = np.unique(np.concatenate(drawn))
             chosen = chosen[chosen >= 0]
             return (chosen[:, None] * self.size + np.arange(self.size)).ravel()
 

@@ -56,6 +56,8 @@ def literally_shown(
             of_query, of_key = (t >= 0 and bool(part.mask[row, t]) for t in tokens)
             return (part.seen and of_key) or (part.see and of_query)
         case RandomBlocks(size):
+            if query < 0:
+                return False
             length = query + 1 if part.causal else total
             drawn = part.table(length)[head if part.heads is not None else 0, query // size]
             return key // size in drawn and (back >= 0 or not part.causal)
