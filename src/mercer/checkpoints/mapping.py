@@ -103,6 +103,8 @@ class Rule:
             raise InvalidArgument(
                 f"the rule of {self.ours} has {len(self.theirs)} pieces and not as many layouts or rows"
             )
+        if not self.theirs:
+            raise InvalidArgument(f"{self.ours} is made of no tensor")
         if len(self.theirs) > 1 and not self.rows:
             raise InvalidArgument(f"{self.ours} has several pieces and must say how many rows each has")
 

@@ -98,8 +98,8 @@ class Attention(nn.Module):
             self.normalizer = Sum() if normalizer is None else normalizer
             self.gain = per_head("gain", gain, gain_init, self.normalizer, heads, self.head_dim)
             self.shift = per_head("shift", shift, 0.0, self.normalizer, heads, self.head_dim)
+            self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
         bound.check(self.head_dim, heads, kv_heads)
-        self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
         self.structure = Causal() if structure is None else structure
         self.scale, self.form, self.path, self.rotary = scale, form, path, rotary
         with_bias = biased(bias)

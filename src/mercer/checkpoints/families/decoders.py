@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mercer.checkpoints.keys import Keys
@@ -77,7 +77,7 @@ def refuse_all_but(config: ModelConfig, family: str, **allowed: Any) -> None:
         raise Unsupported(f"{family} has no way to say {name} = {value!r}")
 
 
-def qkv(ours: str, theirs: Iterable[str], config: ModelConfig, *, parts: Iterable[str] = ("weight",)) -> list[Rule]:
+def qkv(ours: str, theirs: Sequence[str], config: ModelConfig, *, parts: Sequence[str] = ("weight",)) -> list[Rule]:
     """Queries, keys and values in tensors of their own, for our fused one."""
     size, heads = config.head_size, config.heads
     kv = config.kv_heads or heads
@@ -85,7 +85,7 @@ def qkv(ours: str, theirs: Iterable[str], config: ModelConfig, *, parts: Iterabl
     return [Rule(f"{ours}.{part}", tuple(f"{name}.{part}" for name in theirs), rows=rows) for part in parts]
 
 
-def gated(ours: str, gate: str, value: str, hidden: int, *, parts: Iterable[str] = ("weight",)) -> list[Rule]:
+def gated(ours: str, gate: str, value: str, hidden: int, *, parts: Sequence[str] = ("weight",)) -> list[Rule]:
     """A gate and a value in matrices of their own, for our fused one."""
     return [Rule(f"{ours}.{part}", (f"{gate}.{part}", f"{value}.{part}"), rows=(hidden, hidden)) for part in parts]
 
@@ -95,7 +95,7 @@ def hidden_of(config: ModelConfig) -> int:
     return default_hidden(config.dim, config.feedforward) if config.hidden is None else config.hidden
 
 
-def pairs(names: dict[str, str], parts: Iterable[str]) -> list[Rule]:
+def pairs(names: dict[str, str], parts: Sequence[str]) -> list[Rule]:
     """Modules that are stored as they are: of each the parts (weight, bias)."""
     return [same(f"{ours}.{part}", f"{theirs}.{part}") for ours, theirs in names.items() for part in parts]
 
@@ -107,7 +107,7 @@ def language_model(
     embedding: str,
     norm: str,
     head: str = "lm_head",
-    norm_parts: Iterable[str] = ("weight",),
+    norm_parts: Sequence[str] = ("weight",),
     more: Iterable[Rule] = (),
     without_meaning: Iterable[str] = (),
 ) -> Names:

@@ -106,7 +106,7 @@ def attention_rules(config: ModelConfig, layer: int) -> list[Rule]:
     here, there = f"blocks.{layer}", f"model.layers.{layer}"
     parts = ("weight", "bias") if "qkv" in config.biased else ("weight",)
     return [
-        *qkv(f"{here}.attention.qkv", (f"{there}.self_attn.{n}_proj" for n in "qkv"), config, parts=parts),
+        *qkv(f"{here}.attention.qkv", [f"{there}.self_attn.{n}_proj" for n in "qkv"], config, parts=parts),
         *pairs(
             {f"{here}.attention.output": f"{there}.self_attn.o_proj"},
             ("weight", "bias") if "output" in config.biased else ("weight",),

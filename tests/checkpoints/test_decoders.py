@@ -1,0 +1,13 @@
+"""Decoder language models of transformers and the same here: one number for each way of asking."""
+
+import pytest
+from tests.checkpoints.measure import BOUND, decoder
+from tests.checkpoints.zoo import DECODERS
+
+pytestmark = pytest.mark.peers
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_loaded_model_is_the_model_that_was_saved(name, tmp_path):
+    errors = decoder(name, tmp_path / "model")
+    assert max(errors.values()) < BOUND, errors

@@ -1,0 +1,246 @@
+"""What is refused, what is left aside, and what reading costs."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mercer import checkpoints
+from mercer.errors import InvalidArgument, StorageError, Unsupported
+from mercer.models.config import ModelConfig
+from mercer.models.decoder import DecoderLM
+from mercer.models.io import save_model
+
+CONFIG = ModelConfig(
+    vocab_size=50, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, tie_embeddings=False, max_length=64, seed=3
+)
+TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model, and the folder of the hub's format that it was written to."""
+    model = DecoderLM(CONFIG)
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    checkpoints.save(model, folder, family="llama")
+    return model, folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy to be changed."""
+    return shutil.copytree(saved[1], tmp_path / "model")
+
+
+def change(folder, **keys):
+    values = json.loads((folder / "config.json").read_text())
+    for key, value in keys.items():
+        if value is ...:
+            del values[key]
+        else:
+            values[key] = value
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def rewrite(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def test_what_is_written_is_read(saved):
+    model, folder = saved
+    again = checkpoints.load(folder)
+    assert again.config.model_dump(exclude={"seed", "init_std", "head_dim"}) == CONFIG.model_dump(
+        exclude={"seed", "init_std", "head_dim"}
+    )
+    assert again.config.head_size == CONFIG.head_size
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert not again.training
+    assert torch.equal(again(TOKENS), model.eval()(TOKENS))
+
+
+@pytest.mark.parametrize("limit", [1, 5_000, 20_000])
+def test_shards(saved, tmp_path, limit):
+    model, _ = saved
+    checkpoints.save(model, tmp_path / "shards", family="llama", shard_bytes=limit)
+    files = sorted(path.name for path in (tmp_path / "shards").iterdir())
+    assert "model.safetensors.index.json" in files
+    assert len(files) > 3
+    again = checkpoints.load(tmp_path / "shards")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"rope_theta_2": 1.0}, "keys that are not known, rope_theta_2 = 1.0"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu' can be computed"),
+        ({"model_type": "llama5"}, "no architecture 'llama5' here; there are gpt2"),
+        ({"model_type": ...}, "has no model_type"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "of llama there are LlamaForCausalLM"),
+        ({"hidden_size": ...}, "lacks hidden_size"),
+        ({"hidden_size": "32"}, "hidden_size is '32', not of type int"),
+        ({"hidden_size": True}, "hidden_size is True, not of type int"),
+        ({"hidden_size": 40, "head_dim": None}, "has shape"),
+        ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "has the unknown model.layers.1.input_layernorm.weight"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+        ({"num_key_value_heads": 3}, "kv_heads 3 does not divide heads 4"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope_type must be one of"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "twist": 3}}, "has twist"),
+    ],
+)
+def test_configurations_that_do_not_fit(folder, keys, sentence):
+    change(folder, **keys)
+    with pytest.raises((InvalidArgument, Unsupported), match=sentence) as caught:
+        checkpoints.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "lacks model.norm.weight"),
+        (lambda t: t.update({"model.norm.bias": torch.zeros(32)}), "has the unknown model.norm.bias"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(31)}), r"model.norm.weight has shape \[31\]"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), "has dtype torch.int8"),
+    ],
+)
+def test_tensors_that_do_not_fit(folder, edit, sentence):
+    rewrite(folder, edit)
+    with pytest.raises(InvalidArgument, match=sentence):
+        checkpoints.load(folder)
+
+
+def test_buffers_of_the_other_library_have_no_meaning(folder):
+    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    checkpoints.load(folder)
+
+
+def test_a_bare_body_lacks_the_prefix(tmp_path):
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    model = DecoderLM(CONFIG.model_copy(update={"tie_embeddings": True}))
+    checkpoints.save(model, tmp_path / "model", family="llama")
+    rewrite(tmp_path / "model", strip)
+    change(tmp_path / "model", architectures=["LlamaModel"])
+    assert torch.equal(checkpoints.load(tmp_path / "model")(TOKENS), model.eval()(TOKENS))
+
+
+def test_formats_that_run_code_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(InvalidArgument, match=r"pytorch_model\.bin, a format that can run code"):
+        checkpoints.load(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "", 3])
+def test_an_index_stays_in_its_folder(folder, name):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(InvalidArgument, match="a file of the same folder is meant"):
+        checkpoints.load(folder)
+
+
+def test_damaged_files_are_named(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(StorageError, match=r"cannot read .*model.safetensors"):
+        checkpoints.load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"cannot read .*model.safetensors: no such file"):
+        checkpoints.load(folder)
+
+
+def test_what_is_left_aside_is_named(folder):
+    change(folder, attention_dropout=0.1, eos_token_id=[1, 2])
+    opened = checkpoints.open_checkpoint(folder)
+    assert opened.family == "llama"
+    assert opened.ignored["attention_dropout"] == 0.1
+    assert opened.ignored["eos_token_id"] == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
+def test_dtypes(saved, dtype):
+    model = checkpoints.load(saved[1], dtype=dtype)
+    kinds = {p.dtype for p in model.parameters()}
+    assert kinds == {torch.bfloat16 if dtype == "bfloat16" else dtype}
+    assert model(TOKENS).dtype in kinds
+
+
+def test_an_unknown_dtype_is_refused(saved):
+    with pytest.raises(InvalidArgument, match="dtype is 'half'; it is one of float32"):
+        checkpoints.load(saved[1], dtype="half")
+
+
+def test_writing_to_a_loaded_model_leaves_its_file_alone(folder):
+    before = (folder / "model.safetensors").read_bytes()
+    model = checkpoints.load(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert bool(checkpoints.load(folder).norm.weight.any())
+
+
+def test_a_loaded_model_can_be_trained(saved):
+    model = checkpoints.load(saved[1])
+    model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("attention", ["taylor4-l2", ["softmax", "elu-sum"], "favor64-sum", "hedgehog-sum"])
+def test_attention_is_swapped(saved, attention):
+    model, folder = saved
+    found = checkpoints.load(folder, attention=attention)
+    again = model.with_attention(attention)
+    assert found.config.attentions == again.config.attentions
+    names = [attention] * 2 if isinstance(attention, str) else attention
+    assert list(found.config.attentions) == names
+    plain = model.eval()(TOKENS)
+    assert not torch.allclose(again.eval()(TOKENS), plain)
+    if attention != "hedgehog-sum" and attention != "favor64-sum":  # which are drawn from the seed
+        assert torch.equal(found(TOKENS), again(TOKENS))
+    assert all(not p.is_meta for p in (*found.parameters(), *found.buffers()))
+    assert torch.equal(again.with_attention("softmax")(TOKENS), plain)
+    again.norm.weight.data.mul_(2)
+    assert torch.equal(model.norm.weight, again.norm.weight), "the weights are shared"
+    model.norm.weight.data.div_(2)
+
+
+def test_what_the_format_cannot_say_is_refused(saved, tmp_path):
+    model = saved[0]
+    with pytest.raises(Unsupported, match="llama has no way to say attention = 'taylor4-l2'"):
+        checkpoints.save(model.with_attention("taylor4-l2"), tmp_path / "a", family="llama")
+    with pytest.raises(Unsupported, match="gpt2 has no way to say"):
+        checkpoints.save(model, tmp_path / "b", family="gpt2")
+    with pytest.raises(Unsupported, match="no architecture of the hub is this model"):
+        checkpoints.save(model.with_attention("taylor4-l2"), tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(saved, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("keep")
+    with pytest.raises(InvalidArgument, match="is not an empty folder"):
+        checkpoints.save(saved[0], tmp_path / "there")
+    assert (tmp_path / "there" / "mine").read_text() == "keep"
+
+
+def test_extra_keys(saved, tmp_path):
+    checkpoints.save(saved[0], tmp_path / "model", extra={"bos_token_id": 7})
+    assert checkpoints.open_checkpoint(tmp_path / "model").ignored["bos_token_id"] == 7
+    with pytest.raises(InvalidArgument, match="extra has hidden_size"):
+        checkpoints.save(saved[0], tmp_path / "other", extra={"hidden_size": 7})
+
+
+def test_models_of_ours_are_opened_too(saved, tmp_path):
+    save_model(saved[0], tmp_path)
+    opened = checkpoints.open_checkpoint(tmp_path)
+    assert opened.family == "mercer"
+    assert torch.equal(opened.model(TOKENS), saved[0].eval()(TOKENS))
+    assert checkpoints.load(tmp_path, attention="taylor4-l2").config.attention == "taylor4-l2"

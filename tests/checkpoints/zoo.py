@@ -1,0 +1,86 @@
+"""Tiny models of transformers with every parameter drawn again, saved before they compute anything.
+
+Default initialisation hides faults: norms are 1, biases 0, and scores so small that a wrong angle hardly shows.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 96
+
+
+def _llama_like(**changes: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    } | changes
+
+
+def _gpt2_like(**changes: Any) -> dict[str, Any]:
+    return {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | changes
+
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500000.0,
+}
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", _gpt2_like()),
+    "llama": ("LlamaForCausalLM", _llama_like(num_key_value_heads=2)),
+    "llama, tied, biased": (
+        "LlamaForCausalLM",
+        _llama_like(num_key_value_heads=1, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=12),
+    ),
+    "llama 3": ("LlamaForCausalLM", _llama_like(num_key_value_heads=2, rope_parameters=_LLAMA3)),
+    "llama, yarn": ("LlamaForCausalLM", _llama_like(rope_parameters=_YARN)),
+    "mistral": ("MistralForCausalLM", _llama_like(num_key_value_heads=2, sliding_window=8)),
+    "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
+    "gptj": ("GPTJForCausalLM", _gpt2_like(rotary_dim=4)),
+    "gpt_neox": ("GPTNeoXForCausalLM", _llama_like()),
+    "gpt_neox, in sequence": ("GPTNeoXForCausalLM", _llama_like(use_parallel_residual=False, attention_bias=False)),
+}
+"""Decoder language models: of each name the class and its configuration."""
+
+
+def redraw(model: torch.nn.Module, seed: int = 0) -> None:
+    """Matrices N(0, 0.3^2); vectors (biases, norms) moved by N(0, 0.1^2)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(drawn * 0.3)
+            else:
+                parameter.add_(drawn * 0.1)
+    model.tie_weights()
+
+
+def make(kind: str, settings: dict[str, Any], folder: Path, **options: Any) -> torch.nn.Module:
+    """A model of transformers, redrawn, saved into the folder, in evaluation mode."""
+    import transformers
+
+    kind_of_config = getattr(transformers, kind).config_class
+    model = getattr(transformers, kind)(kind_of_config(**settings)).eval()
+    redraw(model)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def tokens(rows: int = 2, length: int = 37, seed: int = 1) -> torch.Tensor:
+    """Token ids that are none of the special ones."""
+    return torch.randint(4, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
