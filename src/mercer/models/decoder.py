@@ -118,6 +118,16 @@ class DecoderLM(nn.Module):
         """Numbers in all parameters, shared ones once."""
         return sum(p.numel() for p in self.parameters())
 
+    def embed(self, tokens: Tensor, *, padding: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
+        """What the first block reads, [B, T, dim]. offset: int64 [B], real tokens before these."""
+        x = self.embedding(tokens)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        if self.positions is not None:
+            where = token_positions(*tokens.shape, padding=padding, offset=offset, device=tokens.device)
+            x = x + self.positions(where).to(x.dtype)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
     @overload
     def hidden(
         self,
@@ -156,14 +166,7 @@ class DecoderLM(nn.Module):
         offset = None if states is None else states[0].length
         if self.reach is not None and self.config.position != "learned":  # that table says so itself
             self._refuse_longer(longest(tokens.shape[1], padding, offset))
-        x = self.embedding(tokens)
-        if self.embedding_scale != 1:
-            x = x * self.embedding_scale
-        if self.positions is not None:
-            where = token_positions(*tokens.shape, padding=padding, offset=offset, device=tokens.device)
-            x = x + self.positions(where).to(x.dtype)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
+        x = self.embed(tokens, padding=padding, offset=offset)
         structure = None if self.relative is None else self.relative()
         after: list[State] = []
         for i, block in enumerate(self.blocks):
