@@ -325,3 +325,56 @@ def test_the_command_killed_and_interrupted_ends_at_the_same_digits(tmp_path, te
     for name in ("model.safetensors", "optimizer.safetensors"):
         there, here = (folder / "checkpoints" / "step-00000100" / name for folder in (whole, run))
         assert there.read_bytes() == here.read_bytes()
+
+
+def test_a_structure_by_name_from_training_to_text(tmp_path, text):
+    out = tmp_path / "run"
+    options = ["--structure", "window(6, dilation=2)|global( first=2 ),strided(4)", "--attention", "exp-l2"]
+    result = mercer("train", "--text", text, "-o", out, *SMALL, *options)
+    assert result.exit_code == 0, result.output
+    assert "cannot write" not in result.stderr
+    sparse = ["window(6, dilation=2) | global(first=2)", "strided(4)"]
+    assert json.loads((out / "run.json").read_text())["model"]["structure"] == sparse
+    again = mercer("train", "--text", text, "-o", out, *SMALL, *options)  # finished: nothing is left to do
+    assert again.exit_code == 0, again.output
+    other = mercer("train", "--text", text, "-o", out, *SMALL, "--structure", "causal", "--attention", "exp-l2")
+    assert other.exit_code == 2
+    assert "--structure = " in other.stderr
+    for command in (["info", out], ["info", out, "--json"]):
+        shown = mercer(*command)
+        assert shown.exit_code == 0, shown.output
+        assert all(name in shown.stdout for name in sparse)
+    facts = json.loads(mercer("info", out, "--json").stdout)
+    keys_and_values = 2 * 8 * 2 * 4  # two heads of 8 channels in float32
+    assert [layer["structure"] for layer in facts["layers"]] == sparse
+    assert [layer["state_bytes"]["1024"] for layer in facts["layers"]] == 2 * [1024 * keys_and_values]
+    written = mercer("generate", out, "-p", "the ", "-n", 40, "--temperature", 0, "-q")
+    assert written.exit_code == 0, written.output
+    model = load_model(max((out / "checkpoints").iterdir())).eval()
+    tokens = list(written.stdout.encode())[:-1]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]))[0]
+    assert logits.argmax(-1)[3:-1].tolist() == tokens[4:]
+
+
+def test_a_model_that_cannot_write_is_trained_with_a_note(tmp_path, text):
+    out = tmp_path / "run"
+    result = mercer("train", "--text", text, "-o", out, *SMALL, "--structure", "bigbird(4)")
+    assert result.exit_code == 0, result.output
+    assert "Note: the structure 'bigbird(4)' of layer 1 depends on the length" in result.stderr
+    refused = mercer("generate", out, "-p", "the ")
+    assert refused.exit_code == 2
+    assert not refused.stdout
+    assert "no state can continue it and the model cannot write a text; structures such as bigbird" in refused.stderr
+    shown = mercer("info", out)
+    assert shown.exit_code == 0, shown.output
+    assert "none" in shown.stdout
+    assert "bigbird(4)" in shown.stdout
+    assert json.loads(mercer("info", out, "--json").stdout)["state_bytes"] is None
+
+
+def test_an_unknown_structure_is_refused_before_the_text_is_read(tmp_path, text):
+    result = mercer("train", "--text", text, "-o", tmp_path / "run", *SMALL, "--structure", "sparse(3)")
+    assert result.exit_code == 2
+    assert "'sparse' is unknown; write causal, window(width, dilation=1)" in result.stderr
+    assert not (tmp_path / "run").exists()

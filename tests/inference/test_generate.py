@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mercer.core.state import CacheState
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, Unsupported
 from mercer.inference.generate import generate
 from mercer.inference.sampler import Sampling
 from mercer.models.config import ModelConfig
@@ -20,6 +20,11 @@ MODELS = {
     "exp-l2": {"attention": "exp-l2", "gain": "head"},
     "pattern": {"attention": ["elu-sum", "softmax"], "kv_heads": 2},
     "window": {"window": 5},
+    "strided": {"structure": "strided(4)"},
+    "sparse": {
+        "structure": ["window(4) | global(first=2)", "bigbird(3, random=1, causal=true)"],
+        "attention": "exp-l2",
+    },
     "alibi": {"position": "alibi"},
     "learned": {"position": "learned", "max_length": 64},
     "sinusoidal": {"position": "sinusoidal"},
@@ -41,6 +46,17 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(name):
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + tokens]))[0]
     assert logits.argmax(-1)[len(PROMPT) - 1 : -1].tolist() == tokens
+
+
+@pytest.mark.parametrize("structure", ["bigbird(4)", ["causal", "randomblocks(4) | window(3)"]])
+def test_a_structure_that_no_state_continues_is_refused_before_anything_is_read(structure):
+    model = build(structure=structure)
+    number = 1 if isinstance(structure, str) else 2
+    with pytest.raises(Unsupported, match=rf"of layer {number} depends on the length, .* bigbird\(size, causal=true\)"):
+        generate(model, PROMPT, 4)
+    with pytest.raises(Unsupported, match="a state cannot continue it"):
+        model(torch.tensor([PROMPT]), return_states=True)
+    assert model(torch.tensor([PROMPT])).isfinite().all()
 
 
 @pytest.mark.parametrize("prefill", [1, 4, 13, 512])

@@ -3,6 +3,8 @@ import re
 
 import pytest
 
+from mercer.core.patterns import Global, Strided
+from mercer.core.structures import Window
 from mercer.errors import InvalidArgument
 from mercer.models.config import ModelConfig
 
@@ -15,6 +17,24 @@ def test_a_pattern_is_repeated_over_the_layers():
 
 def test_json_round_trip_and_hash():
     config = ModelConfig(vocab_size=10, attention=["exp-l2", "softmax"], gain="head", gain_init=0.1, window=7)
+    again = ModelConfig.model_validate_json(config.model_dump_json())
+    assert again == config
+    assert hash(again) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("window( 4 )|global( first=1 )", "window(4) | global"),
+        (Window.last(4) | Global((0, 1)), "window(4) | global(first=2)"),
+        ([Strided(4), "causal & window(3)"], ("strided(4)", "causal & window(3)")),
+    ],
+)
+def test_structures_are_kept_by_name(given, name):
+    config = ModelConfig(vocab_size=10, layers=3, structure=given)
+    assert config.structure == name
+    names = (name,) if isinstance(name, str) else name
+    assert config.structures == (names * 3)[:3]
     again = ModelConfig.model_validate_json(config.model_dump_json())
     assert again == config
     assert hash(again) == hash(config)
@@ -36,6 +56,15 @@ def test_json_round_trip_and_hash():
         ({"vocab_size": 10, "attention": "taylor3-sum"}, "use taylor3-l2, taylor3-rms, an even order such as taylor4"),
         ({"vocab_size": 10, "attention": ["softmax", "power1-sum"]}, "or power1-signed-sum"),
         ({"vocab_size": 10, "attention": "cosine-sum"}, "use cosine-l2, cosine-rms, or cosine-signed-sum"),
+        ({"vocab_size": 10, "structure": "sparse"}, "structure: .*'sparse' is unknown; write causal, window"),
+        ({"vocab_size": 10, "structure": ["causal", "window"]}, "window needs its width; write window"),
+        ({"vocab_size": 10, "structure": []}, "structure has 0 names for 4 layers; name 1 to 4"),
+        ({"vocab_size": 10, "layers": 1, "structure": ["causal", "global"]}, "structure has 2 names for 1 layer"),
+        ({"vocab_size": 10, "structure": 3}, "structure"),
+        ({"vocab_size": 10, "structure": Window(3, 2)}, "Window\\(left=3, right=2\\) has no registered name"),
+        ({"vocab_size": 10, "structure": "strided(4)", "attention": "exp@8:elu-sum"}, "window of its own: leave"),
+        ({"vocab_size": 10, "window": 4, "attention": "exp@8:elu-sum"}, "under window 4: .* leave Window out"),
+        ({"vocab_size": 10, "structure": "bigbird(4, heads=2)"}, "is for 2 heads, but the model has 8"),
         ({"vocab_size": 10, "seed": -1}, "seed: Input should be greater than or equal to 0"),
         ({"vocab_size": 10, "gain": "head"}, "normaliser is L2, RMS or layernorm"),
         ({"vocab_size": 10, "gain_init": 0.5}, "gain_init needs gain"),

@@ -44,6 +44,19 @@ def test_a_model_comes_back_as_it_was(tmp_path, dtype, position):
     assert torch.equal(again(tokens), model(tokens))
 
 
+def test_structures_come_back(tmp_path):
+    config = ModelConfig(vocab_size=20, dim=16, layers=2, heads=2, structure=["window(3) | global", "strided(2)"])
+    model = DecoderLM(config)
+    io.save_model(model, tmp_path)
+    again, tokens = io.load_model(tmp_path), torch.randint(0, 20, (2, 11))
+    assert again.config.structures == ("window(3) | global", "strided(2)")
+    assert torch.equal(again(tokens), model(tokens))
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"structure": "causal"}))
+    with pytest.raises(InvalidArgument, match="not the configuration that"):
+        io.load_model(tmp_path)
+
+
 def test_saving_again_replaces_the_model_and_leaves_other_files(folder):
     (folder / "notes.txt").write_text("mine")
     smaller = ModelConfig(vocab_size=9, dim=16, layers=1, heads=2)

@@ -43,13 +43,18 @@ def describe(run: Path, checkpoint: str = "last") -> dict[str, Any]:
         "model": model.config.model_dump(mode="json"),
         "parameters": model.parameter_count,
         "layers": [
-            _layer(name, block.attention, model.relative)
-            for name, block in zip(model.config.attentions, model.blocks, strict=True)
+            _layer(name, structure, block.attention, model.relative)
+            for name, structure, block in zip(
+                model.config.attentions, model.config.structures, model.blocks, strict=True
+            )
         ],
     }
-    facts["state_bytes"] = {
-        str(context): sum(layer["state_bytes"][str(context)] for layer in facts["layers"]) for context in CONTEXTS
-    }
+    whole = all(layer["state_bytes"] is not None for layer in facts["layers"])
+    facts["state_bytes"] = (
+        {str(context): sum(layer["state_bytes"][str(context)] for layer in facts["layers"]) for context in CONTEXTS}
+        if whole
+        else None
+    )
     if (run / "run.json").exists():
         record = read_json(run / "run.json")
         events = read_metrics(run)
@@ -62,12 +67,16 @@ def describe(run: Path, checkpoint: str = "last") -> dict[str, Any]:
     return facts
 
 
-def _layer(name: str, attention: Any, relative: Any) -> dict[str, Any]:
-    """An attention layer's name and the bytes of the state that one sequence leaves in it."""
+def _layer(name: str, structure: str, attention: Any, relative: Any) -> dict[str, Any]:
+    """An attention layer's names and the bytes of the state that one sequence leaves in it; None without a state."""
     import torch
 
+    from mercer.models.visibility import ending
     from mercer.ops import plan
 
+    names = {"attention": name, "structure": structure}
+    if ending(attention.structure) is not None:
+        return names | {"state": None, "state_bytes": None}
     by_length = attention.rotary is not None and attention.rotary.by_length  # keeps keys, to turn them anew
     sizes = {}
     for context in CONTEXTS:
@@ -87,7 +96,7 @@ def _layer(name: str, attention: Any, relative: Any) -> dict[str, Any]:
             path="pairs" if by_length else attention.path,
         )
         sizes[str(context)] = chosen.state_bytes
-    return {"attention": name, "state": chosen.path, "state_bytes": sizes}
+    return names | {"state": chosen.path, "state_bytes": sizes}
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -101,12 +110,14 @@ def _print(facts: dict[str, Any]) -> None:
         console.width = UNLIMITED
     console.print(f"{facts['folder']}: {facts['parameters']:,} parameters")
     contexts = (f"{context:,}" for context in CONTEXTS)
-    table = Table("layer", "attention", "state", *contexts, title="Size of state against tokens of context")
+    sparse = any(layer["structure"] != "causal" for layer in facts["layers"])
+    head = ("attention", "structure") if sparse else ("attention",)
+    table = Table("layer", *head, "state", *contexts, title="Size of state against tokens of context")
     for number, layer in enumerate(facts["layers"], 1):
-        kind = "features" if layer["state"] == "features" else "cache"
-        table.add_row(str(number), layer["attention"], kind, *map(_bytes, layer["state_bytes"].values()))
+        kind = {"features": "features", "pairs": "cache", None: "none"}[layer["state"]]
+        table.add_row(str(number), *(layer[part] for part in head), kind, *_sizes(layer["state_bytes"]))
     table.add_section()
-    table.add_row("all", "", "", *map(_bytes, facts["state_bytes"].values()))
+    table.add_row("all", *("" for _ in head), "", *_sizes(facts["state_bytes"]))
     console.print(table)
     model = Table("model", Column("", overflow="fold"), show_header=True)
     for key, value in facts["model"].items():
@@ -129,6 +140,10 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(
             f"held out, step {last['step']}: {last['loss']:.4f} nats a token, {last['bits_per_byte']:.4f} bits a byte"
         )
+
+
+def _sizes(sizes: dict[str, int] | None) -> list[str]:
+    return ["-"] * len(CONTEXTS) if sizes is None else [_bytes(number) for number in sizes.values()]
 
 
 def _bytes(number: int) -> str:

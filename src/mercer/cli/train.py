@@ -75,6 +75,14 @@ def train(
         str | None, _option("rotary, sinusoidal, learned, alibi, t5 or none (rotary).", "Model", "--position")
     ] = None,
     window: Annotated[int | None, _option("Tokens a token sees, itself included (all).", "Model")] = None,
+    structure: Annotated[
+        str | None,
+        _option(
+            "Which of them it sees, or a pattern over the layers: 'strided(16)', 'window(64) | global(first=4),causal' "
+            "('causal').",
+            "Model",
+        ),
+    ] = None,
     norm: Annotated[str | None, _option("rms or layer (rms).", "Model")] = None,
     norm_position: Annotated[str | None, _option("pre or post (pre).", "Model")] = None,
     feedforward: Annotated[str | None, _option("swiglu, gelu, gelu_tanh or relu (swiglu).", "Model")] = None,
@@ -144,6 +152,7 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
     import torch
 
     from mercer.cli.watch import watch_training
+    from mercer.core.structure_names import split_structures
     from mercer.models.config import ModelConfig
     from mercer.runtime.device import find_device
     from mercer.training.config import TrainConfig
@@ -159,8 +168,11 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
     if "attention" in given:
         names = [name.strip() for name in given["attention"].split(",")]
         model["attention"] = names if len(names) > 1 else names[0]
+    if "structure" in given:
+        structures = split_structures(given["structure"])
+        model["structure"] = structures if len(structures) > 1 else structures[0]
     model.setdefault("max_length", max(ModelConfig.model_fields["max_length"].default, recipe.length))
-    ModelConfig(**{"vocab_size": 256} | model)  # a fault here should not wait until the text is read
+    first = ModelConfig(**{"vocab_size": 256} | model)  # a fault here should not wait until the text is read
     find_device(recipe.device)
     corpus = Corpus.build(
         plan["text"],
@@ -171,7 +183,9 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
         without=[out],
         length=recipe.length,
     )
-    for note in () if given["quiet"] else corpus.notes:
+    for note in (
+        () if given["quiet"] else [*corpus.notes, *([] if first.refuses_states is None else [first.refuses_states])]
+    ):
         typer.echo(f"Note: {note}.", err=True)
     model_config = ModelConfig(**{"vocab_size": corpus.vocabulary.size} | model)
     with watch_training(given["quiet"]) as progress:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, Unsupported
 from mercer.inference.sampler import Sampling
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def generate(
     Raises:
         InvalidArgument: the prompt is empty or has tokens outside the vocabulary, a count is out of range, or the
             model's positions do not reach that far.
+        Unsupported: a layer's structure depends on the length of the text, so that no state can continue it.
         NonFinite: the model's logits are not finite.
     """
     sampling = sampling or Sampling()
@@ -48,6 +49,8 @@ def generate(
     size = model.config.vocab_size
     if int(tokens.min()) < 0 or int(tokens.max()) >= size:
         raise InvalidArgument(f"the prompt has tokens outside 0..{size - 1}, the model's vocabulary")
+    if model.config.refuses_states is not None:
+        raise Unsupported(model.config.refuses_states)
     longest = model.reach
     # The last token is not read again, so it needs no position.
     if longest is not None and max_tokens and len(tokens) + max_tokens - 1 > longest:

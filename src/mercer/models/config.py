@@ -6,6 +6,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mercer.errors import InvalidArgument
 from mercer.models.block_config import BlockConfig, Positive, block_attention
+from mercer.models.visibility import as_names, causal_structure, check_structures, ending
+from mercer.runtime.words import count
 
 if TYPE_CHECKING:
     from mercer.core.kernels import Kernel
@@ -59,6 +61,10 @@ class ModelConfig(BlockConfig):
     """From which distance on T5's bias is one and the same."""
     window: Positive | None = None
     """A token sees this many tokens, itself included; None: all before it."""
+    structure: Annotated[str | tuple[str, ...], BeforeValidator(as_names)] = "causal"
+    """Which of them a token sees, by name ("causal": all, "strided(16)", "window(64) | global(first=4)", ..., see
+    `mercer.parse_structure`; values such as Strided(16) become their names), or a pattern of names that is repeated
+    over the layers as that of `attention` is. Whatever the name, no token sees what comes after it."""
     max_length: Positive = 1024
     """Longest sequence the model is trained for; the size of the table of learned positions. Longer ones are refused
     under rotary positions without a scaling and under sinusoidal ones, unless allow_longer says otherwise."""
@@ -90,6 +96,12 @@ class ModelConfig(BlockConfig):
             raise ValueError(f"sinusoidal positions need an even dim, not {self.dim}")
         if self.position == "t5":
             self._check_t5()
+        names = self.structure_pattern
+        if not 1 <= len(names) <= self.layers:
+            raise ValueError(
+                f"structure has {len(names)} names for {count(self.layers, 'layer')}; name 1 to {self.layers}"
+            )
+        check_structures(self.attentions, self.structures, self.window, self.heads)
         if self.head_bias and self.tie_embeddings:
             raise ValueError("head_bias needs tie_embeddings=False")
         return self
@@ -145,3 +157,26 @@ class ModelConfig(BlockConfig):
             return None
         scaling = self.scaling
         return self.max_length if scaling is None else scaling.reach(self.max_length)
+
+    @property
+    def structure_pattern(self) -> tuple[str, ...]:
+        """The names of the structures before they are repeated over the layers."""
+        return (self.structure,) if isinstance(self.structure, str) else self.structure
+
+    @property
+    def structures(self) -> tuple[str, ...]:
+        """The name of the structure of each layer."""
+        names = self.structure_pattern
+        return tuple(names[i % len(names)] for i in range(self.layers))
+
+    @property
+    def refuses_states(self) -> str | None:
+        """Why no state continues the model, so that it writes no text, as a sentence; None if one does."""
+        for number, name in enumerate(self.structures, 1):
+            reason = ending(causal_structure(name, self.window))
+            if reason is not None:
+                return (
+                    f"the structure {name!r} of layer {number} {reason}, so that no state can continue it and the "
+                    "model cannot write a text; structures such as bigbird(size, causal=true) can be continued"
+                )
+        return None

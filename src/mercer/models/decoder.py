@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from mercer.core.state import State
-from mercer.core.structures import Causal, Window
 from mercer.errors import InvalidArgument
 from mercer.models.bricks import make_attention, make_block, make_norm
 from mercer.models.config import ModelConfig
 from mercer.models.initial import generator_of, initialise
+from mercer.models.visibility import causal_structure
 from mercer.nn.block import Block
 from mercer.nn.loss import default_block, linear_cross_entropy
 from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
@@ -264,7 +264,7 @@ def _block(config: ModelConfig, layer: int, rotary: Rotary | None) -> Block:
     attention = make_attention(
         config,
         layer,
-        Causal() if config.window is None else Causal() & Window.last(config.window),
+        causal_structure(config.structures[layer], config.window),
         rotary=rotary,
         alibi=config.position == "alibi",
         recency=config.recency,
