@@ -142,6 +142,14 @@ class TestArguments:
         with pytest.raises(InvalidArgument, match=r"has layers \[0, 1\], not \[7\]"):
             swap_attention(make("llama"), "softmax", layers=[0, 7])
 
+    def test_layers_that_are_no_numbers(self):
+        with pytest.raises(InvalidArgument, match=r"such as \[0, 1\], not 1"):
+            swap_attention(make("llama"), "softmax", layers=1)
+
+    def test_a_kernel_in_place_of_a_name(self):
+        with pytest.raises(InvalidArgument, match="parts are given as kernel="):
+            swap_attention(make("llama"), Taylor(4))
+
     def test_inputs_on_which_the_model_does_not_run(self):
         model = make("vit")
         with pytest.raises(InvalidArgument, match="pass inputs="):

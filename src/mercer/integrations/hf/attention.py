@@ -38,7 +38,7 @@ IGNORED = frozenset(
 )
 """Arguments that say nothing of the attention itself: what they mean for it is in the mask."""
 
-_PACKED = "give position_ids that start from 0 in each packed sequence instead, and no attention_mask"
+_PACKED = "give position_ids that start from 0 in each packed sequence instead, no attention_mask, and use_cache=False"
 REFUSED = {
     "sinks": "sinks that differ from token to token are not computed: use attn_implementation='eager'",
     "head_mask": "heads cannot be masked here: set the columns of the output projection that read them to 0 instead",

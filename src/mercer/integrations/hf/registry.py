@@ -60,7 +60,7 @@ def check(parts: Parts) -> None:
     """Refuse what no model could run."""
     for what, part, kind in (("kernel", parts.kernel, Kernel), ("normalizer", parts.normalizer, Normalizer)):
         if not isinstance(part, kind):
-            raise InvalidArgument(f"register: {what} must be a {what} object, not {part!r}.")
+            raise InvalidArgument(f"{what} must be a {what} object, not {part!r}.")
     if isinstance(parts.normalizer, SigmoidGate) and parts.normalizer.gate is None:
         raise Unsupported(
             "SigmoidGate multiplies by gates of the input, which a swapped model does not make: use L2()."
@@ -68,7 +68,7 @@ def check(parts: Parts) -> None:
     structure = parts.structure
     if structure is not None:
         if not isinstance(structure, Structure):
-            raise InvalidArgument(f"register: structure must be a structure object, not {structure!r}.")
+            raise InvalidArgument(f"structure must be a structure object, not {structure!r}.")
         if any(isinstance(part, Padding | Documents) for part in structure.parts):
             raise Unsupported(
                 "Padding and Documents belong to a batch: the model's attention_mask and position_ids say them."

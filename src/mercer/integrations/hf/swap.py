@@ -70,7 +70,14 @@ def swap_attention(
         raise InvalidArgument("swap_attention: give a name such as 'taylor4-l2', or kernel= and normalizer=.")
     if attention is not None and (kernel is not None or normalizer is not None):
         raise InvalidArgument("swap_attention: give either a name or kernel= and normalizer=, not both.")
-    named = (Exp(), Sum()) if attention is None else parse_attention(str(attention).removeprefix(PREFIX))
+    if attention is not None and not isinstance(attention, str):
+        raise InvalidArgument(
+            f"swap_attention: attention is a name such as 'taylor4-l2', not {attention!r}; parts are given as kernel= "
+            "and normalizer=."
+        )
+    if layers is not None and not (isinstance(layers, Collection) and all(isinstance(one, int) for one in layers)):
+        raise InvalidArgument(f"swap_attention: layers are the numbers of some layers, such as [0, 1], not {layers!r}.")
+    named = (Exp(), Sum()) if attention is None else parse_attention(attention.removeprefix(PREFIX))
     parts = Parts(named[0] if kernel is None else kernel, named[1] if normalizer is None else normalizer, structure)
     check(parts)
     _refuse_deaf(model)
