@@ -9,9 +9,11 @@ from mercer import (
     Blocks,
     Causal,
     Columns,
+    Documents,
     Exp,
     Full,
     Global,
+    InvalidArgument,
     Length,
     Longformer,
     Padding,
@@ -102,3 +104,21 @@ def test_what_shows_every_pair_orders_nothing(everything, queries):
     assert_close(reference_attention(*tensors, structure=everything & Padding(valid)), plain, 9 * DIM)
     for form in ("dense", "chunked"):
         assert_close(attention(*tensors, structure=everything & Padding(valid), form=form), plain, 9 * DIM, form)
+
+
+@pytest.mark.parametrize("beside", [BigBird(2, random=1), Window(0, 0)], ids=str)
+def test_a_function_of_positions_serves_documents_that_run_side_by_side(beside):
+    """Their positions differ as the rows of a batch do, which was taken for an answer that depends on the row."""
+    packed = Documents(torch.tensor([0, 6, 6, 13, 20]))
+    asked = Visible(lambda row, head, query, key: (query * 7 + key * 3) % 5 < 2)
+    compare((asked | beside) & packed, 20, 20)
+    tensors = inputs(20, 20)
+    for form in ("dense", "chunked"):
+        told = Visible(lambda row, head, query, key: key <= query + row)
+        with pytest.raises(InvalidArgument, match="must not depend on the batch row"):
+            attention(*tensors, structure=(told | beside) & packed, form=form)
+    causal = (asked | Window(0, 0)) & Causal() & packed
+    expected = reference_attention(*tensors, structure=causal)
+    for form in ("dense", "chunked", "recurrent"):
+        out, _ = attention(*tensors, structure=causal, form=form, return_state=True)
+        assert_close(out, expected, 20 * DIM, form)

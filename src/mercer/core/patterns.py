@@ -411,9 +411,14 @@ class Visible(Pattern):
                 f"Visible: {self.name} must return a boolean tensor that broadcasts to [batch, heads, queries, keys] = "
                 f"{list(full)}, not {what}."
             )
-        if self.rows_alike and found.shape[0] > 1:
+        if self.rows_alike and found.shape[0] > 1 and self._tells_rows_apart(at):
             raise InvalidArgument(f"Visible: with Documents {self.name} must not depend on the batch row.")
         return found
+
+    def _tells_rows_apart(self, at: Place) -> bool:
+        """Whether the answer for one and the same pair of positions has a batch row of its own."""
+        found = self.function(at.row, at.head, at.query[:1, :, :1], at.key[:1, :, :, :1])
+        return found.dim() == 4 and found.shape[0] > 1
 
     def in_documents(self) -> Pattern:
         return replace(self, rows_alike=True)
