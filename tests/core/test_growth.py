@@ -276,3 +276,20 @@ def test_mixed_caches_stay_as_they_were(generator: torch.Generator):
     for one, copied in kept:
         for a, b in zip(one.tensors().values(), copied.tensors().values(), strict=True):
             assert torch.equal(a, b)
+
+
+def test_selected_rows_leave_out_places_that_are_padding_in_all_of_them(generator):
+    """The rest of a batch that was padded in front is as short as its own longest row, and its next step the same."""
+    q, k, v = (torch.randn(3, 2, 9, 4, generator=generator) for _ in range(3))
+    padding = torch.arange(8) >= torch.tensor([0, 3, 5]).unsqueeze(1)
+    options = {"structure": Causal() & Padding(padding), "return_state": True}
+    _, state = attention(q[:, :, :8], k[:, :, :8], v[:, :, :8], **options)
+    whole, _ = attention(q[:, :, 8:], k[:, :, 8:], v[:, :, 8:], structure=Causal(), state=state, return_state=True)
+    for rows, length, masked in (([1, 2], 5, True), ([2, 1], 5, True), ([2], 3, False), ([0, 2], 8, True)):
+        chosen = state.select(torch.tensor(rows))
+        assert (chosen.keys.shape[2], chosen.valid is not None) == (length, masked)
+        assert chosen.length.tolist() == [[8, 5, 3][row] for row in rows]
+        given = (x[rows][:, :, 8:] for x in (q, k, v))
+        out, _ = attention(*given, structure=Causal(), state=chosen, return_state=True)
+        torch.testing.assert_close(out, whole[rows])
+    assert state.keys.shape[2] == 8

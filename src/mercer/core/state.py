@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -208,6 +208,24 @@ class CacheState(State):
         out = {"keys": self.keys, "values": self.values, "length": self.length}
         optional = {"valid": self.valid, "log": self.log}
         return out | {name: t for name, t in optional.items() if t is not None}
+
+    def select(self, index: Tensor) -> Self:
+        """The caches of the batch rows ``index``, without the places in front that are padding in all of them."""
+        if self.valid is None:
+            return super().select(index)
+        rows = index.nonzero().squeeze(-1) if index.dtype == torch.bool else index
+        valid = self.valid.index_select(0, rows)
+        real = valid.any(0)
+        first = int(real.to(torch.uint8).argmax()) if bool(real.any()) else real.shape[0]
+        short = type(self)(
+            self.keys[:, :, first:],
+            self.values[:, :, first:],
+            self.length,
+            self.valid[:, first:],
+            None if self.log is None else self.log[:, :, first:],
+        )
+        chosen = super(CacheState, short).select(rows)
+        return replace(chosen, valid=None) if bool(valid[:, first:].all()) else chosen
 
     @property
     def present(self) -> Tensor:
