@@ -1,7 +1,8 @@
-"""Bricks of a model: attention, positions, norms, feed-forward, residual block and a blockwise loss."""
+"""Bricks of a model: attention, positions, norms, feed-forward, experts, residual block and a blockwise loss."""
 
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
+from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.longformer import LongformerAttention
 from mercer.nn.loss import linear_cross_entropy
@@ -11,6 +12,7 @@ from mercer.nn.rope_bands import Llama3, LongRoPE, YaRN
 from mercer.nn.rope_config import rope_from_config
 from mercer.nn.rope_scaling import NTK, DynamicNTK, LinearScaling, Proportional
 from mercer.nn.rotary import Rotary
+from mercer.nn.routing import Routing, balance_loss, z_loss
 from mercer.nn.t5 import T5Bias
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Attention",
     "Block",
     "DynamicNTK",
+    "Experts",
     "FeedForward",
     "LayerNorm",
     "LearnedPositions",
@@ -28,10 +31,13 @@ __all__ = [
     "Proportional",
     "RMSNorm",
     "Rotary",
+    "Routing",
     "Sinusoidal",
     "T5Bias",
     "YaRN",
     "alibi_slopes",
+    "balance_loss",
     "linear_cross_entropy",
     "rope_from_config",
+    "z_loss",
 ]

@@ -8,8 +8,10 @@ from mercer.core.state import State
 from mercer.core.structures import Structure
 from mercer.errors import InvalidArgument
 from mercer.nn.attention import Attention
+from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.norms import LayerNorm, RMSNorm
+from mercer.nn.routing import Routing
 
 NORM_POSITIONS = ("pre", "post", "both")
 PARALLEL = ("none", "own_norms", "one_norm")
@@ -30,7 +32,7 @@ class Block(nn.Module):
     def __init__(
         self,
         attention: Attention,
-        feedforward: FeedForward,
+        feedforward: FeedForward | Experts,
         attention_norm: LayerNorm | RMSNorm,
         feedforward_norm: LayerNorm | RMSNorm | None,
         *,
@@ -70,6 +72,7 @@ class Block(nn.Module):
         padding: Tensor | None = None,
         structure: Structure | None = None,
         state: State | None = None,
+        routings: list[Routing] | None = None,
         return_state: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -81,6 +84,7 @@ class Block(nn.Module):
         padding: Tensor | None = None,
         structure: Structure | None = None,
         state: State | None = None,
+        routings: list[Routing] | None = None,
         return_state: Literal[True],
     ) -> tuple[Tensor, State]: ...
 
@@ -91,10 +95,12 @@ class Block(nn.Module):
         padding: Tensor | None = None,
         structure: Structure | None = None,
         state: State | None = None,
+        routings: list[Routing] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
         """x: [B, L, dim]; padding: bool [B, L], True for real tokens; structure: composed with the attention's own for
-        this call. Returns x's shape, and the state if asked.
+        this call; routings: a list that the routing of experts, if there are any, is appended to. Returns x's shape,
+        and the state if asked.
         """
         post = self.norm_position == "post"
         read = x if post else self.attention_norm(x)
@@ -110,7 +116,10 @@ class Block(nn.Module):
             read = middle
         elif self.feedforward_norm is not None:  # otherwise both parts read the same
             read = self.feedforward_norm(middle if self.parallel == "none" else x)
-        fed = self.feedforward(read)
+        if isinstance(self.feedforward, Experts):
+            fed = self.feedforward(read, padding=padding, routings=routings)
+        else:
+            fed = self.feedforward(read)
         if self.feedforward_norm_after is not None:
             fed = self.feedforward_norm_after(fed)
         y = middle + fed
