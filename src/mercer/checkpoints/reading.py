@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from mercer.checkpoints.family import Family, find_family
+from mercer.checkpoints.gguf import SUFFIX, read_gguf
+from mercer.checkpoints.gguf_file import GGUF
+from mercer.checkpoints.gguf_text import gguf_template, gguf_vocabulary
+from mercer.checkpoints.hub import find_folder
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, Rule
 from mercer.checkpoints.source import Safetensors, Source
 from mercer.errors import InvalidArgument
-from mercer.models.config import BlockConfig
+from mercer.models.block_config import BlockConfig
+from mercer.models.chat import ChatTemplate, load_chat_template
+from mercer.models.decoder import DecoderLM
 from mercer.models.io import load_model
+from mercer.models.tokenizer import load_hub_vocabulary
+from mercer.models.vocabulary import Vocabulary, load_vocabulary
 from mercer.runtime.files import read_json
 
 CONFIG = "config.json"
@@ -36,6 +45,34 @@ class Checkpoint:
     family: str
     folder: Path
     ignored: dict[str, Any] = field(default_factory=dict)
+    file: GGUF | None = None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the model's token numbers mean.
+
+        Raises:
+            InvalidArgument: the checkpoint has no vocabulary, or one that does not fit its model.
+        """
+        size: int = self.model.config.vocab_size
+        if self.file is not None:
+            return gguf_vocabulary(self.file.metadata, str(self.folder), size)
+        return load_vocabulary(self.folder, size) if self.family == "mercer" else load_hub_vocabulary(self.folder, size)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """How its chats are written.
+
+        Raises:
+            InvalidArgument: the checkpoint has no template.
+        """
+        names = getattr(self.vocabulary, "names", {})
+        if self.file is None:
+            return load_chat_template(self.folder, names=names)
+        template = gguf_template(self.file.metadata, names, str(self.folder))
+        if template is None:
+            raise InvalidArgument(f"{self.folder} has no chat template, so it is no model for chats")
+        return template
 
 
 def load(
@@ -64,7 +101,8 @@ def open_checkpoint(
     Tensors that are stored as they are needed stay mapped: their pages are read when first used, and written to in
     memory alone. Others are copied one by one, so that a model never takes much more than its own size.
 
-    path: a folder with config.json and model.safetensors, or shards with an index.
+    path: a folder with config.json and model.safetensors, or shards with an index; or a GGUF file, whose quantised
+        weights become float32; or owner/name on the hub (the extra hub), where no such folder exists.
     dtype: of the parameters; None: as stored. "float32", "bfloat16", "float16", "float64" or a torch dtype.
     attention: names of kernel and normaliser that replace the model's own, one or a pattern over the layers, as in
         `ModelConfig.attention`. What a kernel has to learn starts as it does in a new model.
@@ -74,7 +112,12 @@ def open_checkpoint(
         InvalidArgument: an unknown architecture, key or tensor, a missing tensor, one of another shape.
         Unsupported: the configuration asks for what is not computed here.
     """
-    folder, kind = Path(path), _dtype(dtype)
+    kind = _dtype(dtype)
+    folder = find_folder(path)
+    if folder.suffix.lower() == SUFFIX and folder.is_file():
+        file, config, names, ignored = read_gguf(folder)
+        model = fill(DecoderLM, config, names, file, dtype=kind, device=device, attention=attention)
+        return Checkpoint(model, file.metadata["general.architecture"], folder, ignored, file)
     values = read_json(folder / CONFIG)
     if not isinstance(values, dict):
         raise InvalidArgument(f"{folder / CONFIG} must hold a JSON object of configuration keys")
@@ -87,13 +130,16 @@ def open_checkpoint(
     keys = Keys(values, str(folder / CONFIG))
     config = family.read_config(keys, architecture)
     keys.finish()
-    model = fill(family, config, Safetensors(folder), dtype=kind, device=device, attention=attention)
+    source = _current(family, Safetensors(folder))
+    names = family.names(config)
+    model = fill(family.build, config, names, source, dtype=kind, device=device, attention=attention)
     return Checkpoint(model, family.name, folder, keys.ignored)
 
 
 def fill(
-    family: Family,
+    build: Callable[[Any], nn.Module],
     config: Any,
+    names: Names,
     source: Source,
     *,
     dtype: torch.dtype | None = None,
@@ -101,13 +147,12 @@ def fill(
     attention: str | Sequence[str] | None = None,
 ) -> nn.Module:
     """A model of a configuration with the tensors of a source."""
-    names, source = family.names(config), _current(family, source)
     with torch.device("meta"):  # what no file has, such as random directions, gets values all the same
-        model = family.build(config)
+        model = build(config)
     check(source, names, dict(model.named_parameters()))
     if attention is not None:
         with torch.device("meta"):
-            model = family.build(with_attention(config, attention))
+            model = build(with_attention(config, attention))
     model.load_state_dict(dict(read_all(source, names, dtype, device)), strict=False, assign=True)
     return model.to(device).eval()
 
