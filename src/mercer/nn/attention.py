@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from mercer.core.kernels import Exp, Kernel
+from mercer.core.kernels import Kernel
 from mercer.core.log_weights import Alibi, Decay
 from mercer.core.merged import merge
 from mercer.core.normalizers import Normalizer, Sum
@@ -14,8 +14,8 @@ from mercer.core.state import State
 from mercer.core.structures import Causal, Documents, Padding, Structure
 from mercer.errors import InvalidArgument
 from mercer.nn import turned_by_length
-from mercer.nn.kernel_tensors import KernelTensors, random_parts, without_graph
-from mercer.nn.options import filled, gate_size, per_head
+from mercer.nn.kernel_tensors import WithKernel
+from mercer.nn.options import filled, gate_size, head_sizes, per_head, split_gates
 from mercer.nn.positions import alibi_slopes, token_positions
 from mercer.nn.projection import FusedLinear, biased
 from mercer.nn.reach import longest
@@ -24,7 +24,7 @@ from mercer.nn.values import with_values
 from mercer.ops import attention
 
 
-class Attention(nn.Module):
+class Attention(WithKernel):
     """Self-attention with `heads` query heads and `kv_heads` key and value heads.
 
         [q | k | v] = x W_qkv,   o = attention(turn(q), turn(k), v),   y = o W_out
@@ -72,34 +72,17 @@ class Attention(nn.Module):
         path: str = "auto",
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        if dim < 1 or heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise InvalidArgument(
-                f"attention needs dim, heads and kv_heads of at least 1 and kv_heads a divisor of heads, "
-                f"got dim={dim}, heads={heads}, kv_heads={kv_heads}"
-            )
-        if head_dim is None and dim % heads:
-            raise InvalidArgument(f"dim {dim} is not a multiple of {heads} heads; pass head_dim")
-        self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
-        self.head_dim = dim // heads if head_dim is None else head_dim
-        if rotary is not None and rotary.dim != self.head_dim:
-            raise InvalidArgument(f"rotary turns {rotary.dim} channels but a head has {self.head_dim}")
-        if not isinstance(kernel, Kernel | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(
-                f"kernel must be a kernel object such as Elu(), not {kernel!r}; mercer.parse_attention makes one from "
-                "a name"
-            )
-        self._kernel = Exp() if kernel is None else without_graph(kernel)
+        kv_heads, head_dim = head_sizes(dim, heads, kv_heads, head_dim)
+        if rotary is not None and rotary.dim != head_dim:
+            raise InvalidArgument(f"rotary turns {rotary.dim} channels but a head has {head_dim}")
+        super().__init__(kernel, head_dim, heads, kv_heads, generator)
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.normalizer = Sum() if normalizer is None else normalizer
         with with_values():
-            bound = self._kernel.bind(self.head_dim, heads, kv_heads, generator)
             # No buffer: a change of the model's dtype would round the slopes.
             self.slopes = alibi_slopes(heads) if alibi else None
-            self.normalizer = Sum() if normalizer is None else normalizer
             self.gain = per_head("gain", gain, gain_init, self.normalizer, heads, self.head_dim)
             self.shift = per_head("shift", shift, 0.0, self.normalizer, heads, self.head_dim)
-            self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
-        bound.check(self.head_dim, heads, kv_heads)
         self.structure = Causal() if structure is None else structure
         self.scale, self.form, self.path, self.rotary = scale, form, path, rotary
         with_bias = biased(bias)
@@ -114,24 +97,6 @@ class Attention(nn.Module):
         self.recency = nn.Linear(dim, kv_heads) if recency else None
         if recency:
             merge(self.structure & Decay(torch.ones(1), complement=True))  # says at once if the structure cannot decay
-
-    @property
-    def kernel(self) -> Kernel:
-        """The kernel of the next call, with its tensors as they are now."""
-        return self._kernel if self.kernel_tensors is None else self.kernel_tensors.kernel()
-
-    @property
-    def has_random_features(self) -> bool:
-        """Whether there is something to :meth:`redraw`."""
-        return self.kernel_tensors is not None and bool(random_parts(self.kernel))
-
-    def redraw(self, seed: int | None = None) -> None:
-        """Draw random features anew: the next draw of their seed, or the first of `seed`. In place; states made before
-        are refused afterwards, since their features are others.
-        """
-        if self.kernel_tensors is None:
-            raise InvalidArgument(f"redraw is for random features, and {self._kernel} has none")
-        self.kernel_tensors.redraw(seed)
 
     @overload
     def forward(
@@ -179,7 +144,7 @@ class Attention(nn.Module):
         if self.recency is not None:
             used = used & Decay(log_rate=self._log_rates(self.recency(x), padding), complement=True)
         documents = next((part for part in used.parts if isinstance(part, Documents)), None)
-        gate = None if self.gate is None else self._gates(self.gate(x))
+        gate = None if self.gate is None else split_gates(self.gate(x), self.heads)
         options: dict[str, Any] = {
             "kernel": self.kernel,
             "normalizer": filled(self.normalizer, gate, self.gain, self.shift),
@@ -260,11 +225,6 @@ class Attention(nn.Module):
         """log sigmoid of the recency gates' logits [B, L, kv_heads], as [B, kv_heads, L]; 0 where a token is not."""
         logs = nn.functional.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32))).transpose(1, 2)
         return logs if padding is None else logs.masked_fill(~padding.unsqueeze(1), 0)
-
-    def _gates(self, gates: Tensor) -> Tensor:
-        """[B, L, heads n] as [B, heads, L, n], or [B, heads, L] for one a head."""
-        split = gates.unflatten(2, (self.heads, -1)).transpose(1, 2)
-        return split.squeeze(-1) if split.shape[-1] == 1 else split
 
     def extra_repr(self) -> str:
         return (

@@ -7,10 +7,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from mercer.core.kernels import Kernel
+from mercer.core.kernels import Exp, Kernel
 from mercer.core.mixed import Mixed
 from mercer.core.random_features import RandomFeatures
 from mercer.errors import InvalidArgument
+from mercer.nn.values import with_values
 
 
 class KernelTensors(nn.Module):
@@ -63,6 +64,43 @@ class KernelTensors(nn.Module):
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
         return self
+
+
+class WithKernel(nn.Module):
+    """A module whose attention has a kernel, and holds the kernel's tensors if it has some."""
+
+    def __init__(
+        self, kernel: Kernel | None, head_dim: int, heads: int, kv_heads: int, generator: torch.Generator | None
+    ) -> None:
+        super().__init__()
+        if not isinstance(kernel, Kernel | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(
+                f"kernel must be a kernel object such as Elu(), not {kernel!r}; mercer.parse_attention makes one from "
+                "a name"
+            )
+        self._kernel = Exp() if kernel is None else without_graph(kernel)
+        with with_values():
+            bound = self._kernel.bind(head_dim, heads, kv_heads, generator)
+            self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
+        bound.check(head_dim, heads, kv_heads)
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of the next call, with its tensors as they are now."""
+        return self._kernel if self.kernel_tensors is None else self.kernel_tensors.kernel()
+
+    @property
+    def has_random_features(self) -> bool:
+        """Whether there is something to :meth:`redraw`."""
+        return self.kernel_tensors is not None and bool(random_parts(self.kernel))
+
+    def redraw(self, seed: int | None = None) -> None:
+        """Draw random features anew: the next draw of their seed, or the first of `seed`. In place; states made before
+        are refused afterwards, since their features are others.
+        """
+        if self.kernel_tensors is None:
+            raise InvalidArgument(f"redraw is for random features, and {self._kernel} has none")
+        self.kernel_tensors.redraw(seed)
 
 
 def without_graph(kernel: Kernel) -> Kernel:

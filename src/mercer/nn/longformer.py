@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor, nn
 
-from mercer.core.kernels import Exp, Kernel
+from mercer.core.kernels import Kernel
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.patterns import Global, Longformer
 from mercer.core.structures import Full, Padding, Structure, Window
 from mercer.errors import InvalidArgument
-from mercer.nn.kernel_tensors import KernelTensors, without_graph
+from mercer.nn.kernel_tensors import WithKernel
 from mercer.nn.options import gate_size
 from mercer.ops import attention
 
 
-class LongformerAttention(nn.Module):
+class LongformerAttention(WithKernel):
     """Self-attention within a window, to and from global tokens.
 
         y_i = W_out attention(W_q x_i; W_k x_j, W_v x_j)        j in the window of i, or global
@@ -44,23 +44,14 @@ class LongformerAttention(nn.Module):
         form: str = "auto",
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__()
         if dim < 1 or heads < 1 or dim % heads:
             raise InvalidArgument(
                 f"LongformerAttention needs dim and heads of 1 or more and heads a divisor of dim, got dim={dim}, "
                 f"heads={heads}"
             )
         Longformer(window)
+        super().__init__(kernel, dim // heads, heads, heads, generator)
         self.dim, self.heads, self.head_dim, self.window = dim, heads, dim // heads, window
-        if kernel is not None and not isinstance(kernel, Kernel):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(
-                f"kernel must be a kernel object such as Elu(), not {kernel!r}; mercer.parse_attention makes one from "
-                "a name"
-            )
-        self._kernel = Exp() if kernel is None else without_graph(kernel)
-        bound = self._kernel.bind(self.head_dim, heads, heads, generator)
-        bound.check(self.head_dim, heads, heads)
-        self.kernel_tensors = KernelTensors(bound) if bound.tensors() else None
         self.normalizer = Sum() if normalizer is None else normalizer
         if gate_size(None, self.normalizer, 1):
             raise InvalidArgument(
@@ -69,11 +60,6 @@ class LongformerAttention(nn.Module):
         self.scale, self.form = scale, form
         for name in ("query", "key", "value", "query_global", "key_global", "value_global", "output"):
             self.add_module(name, nn.Linear(dim, dim, bias=bias))
-
-    @property
-    def kernel(self) -> Kernel:
-        """The kernel of the next call, with its tensors as they are now."""
-        return self._kernel if self.kernel_tensors is None else self.kernel_tensors.kernel()
 
     def forward(self, x: Tensor, *, global_mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
         """x: [B, L, dim]; returns [B, L, dim].

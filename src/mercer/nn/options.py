@@ -1,4 +1,6 @@
-"""What a normaliser may have learned beside it: a gain, a shift, a gate. Which goes with which, and how it is set."""
+"""What attention layers share: the sizes of heads, and what a normaliser may have learned beside it (a gain, a shift, a
+gate), which goes with which, and how it is set.
+"""
 
 import dataclasses
 
@@ -11,6 +13,19 @@ from mercer.errors import InvalidArgument
 
 GAINS = ("none", "head", "channel")
 GATES = ("head", "channel")
+
+
+def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """Key and value heads, by default as many as heads, and the channels of a head, by default dim / heads."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    if dim < 1 or heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise InvalidArgument(
+            f"attention needs dim, heads and kv_heads of at least 1 and kv_heads a divisor of heads, "
+            f"got dim={dim}, heads={heads}, kv_heads={kv_heads}"
+        )
+    if head_dim is None and dim % heads:
+        raise InvalidArgument(f"dim {dim} is not a multiple of {heads} heads; pass head_dim")
+    return kv_heads, dim // heads if head_dim is None else head_dim
 
 
 def takes_gain(normalizer: Normalizer) -> bool:
@@ -51,6 +66,12 @@ def gate_size(kind: str | None, normalizer: Normalizer, head_dim: int) -> int:
     if kind is not None and kind not in GATES:
         raise InvalidArgument(f"gate must be one of {', '.join(GATES)}, got {kind!r}")
     return 1 if kind == "head" else head_dim
+
+
+def split_gates(gates: Tensor, heads: int) -> Tensor:
+    """Gates [B, L, heads n] as [B, heads, L, n], or [B, heads, L] for one a head."""
+    split = gates.unflatten(2, (heads, -1)).transpose(1, 2)
+    return split.squeeze(-1) if split.shape[-1] == 1 else split
 
 
 def filled(normalizer: Normalizer, gate: Tensor | None, gain: Tensor | None, shift: Tensor | None) -> Normalizer:
