@@ -17,9 +17,9 @@ CONFIG = ModelConfig(vocab_size=20, dim=16, layers=1, heads=2, hidden=24, max_le
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache with one model, owner/tiny, as the hub's client lays it out."""
-    hub = pytest.importorskip("huggingface_hub", reason="the extra hub is not installed")
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    constants = pytest.importorskip("huggingface_hub.constants", reason="the extra hub is not installed")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     model = tmp_path / "models--owner--tiny"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("0" * 40)

@@ -49,6 +49,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3": ("LlamaForCausalLM", _llama_like(num_key_value_heads=2, rope_parameters=_LLAMA3)),
     "llama, yarn": ("LlamaForCausalLM", _llama_like(rope_parameters=_YARN)),
     "mistral": ("MistralForCausalLM", _llama_like(num_key_value_heads=2, sliding_window=8)),
+    "mixtral": (
+        "MixtralForCausalLM",
+        _llama_like(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    ),
+    "gemma": ("GemmaForCausalLM", _llama_like(num_key_value_heads=1, head_dim=16)),
     "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
     "gptj": ("GPTJForCausalLM", _gpt2_like(rotary_dim=4)),
     "gpt_neox": ("GPTNeoXForCausalLM", _llama_like()),

@@ -40,6 +40,8 @@ _HOMES = {
     "gpt2": "gpt2",
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "mixtral",
+    "gemma": "gemma",
     "bloom": "bloom",
     "gptj": "gptj",
     "gpt_neox": "gpt_neox",

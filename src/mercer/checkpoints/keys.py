@@ -111,6 +111,9 @@ class Keys:
         self.ignored: dict[str, Any] = {name: values[name] for name in values if name in LEFT_ASIDE}
         """What was left aside, by name."""
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
     def take(self, name: str, default: T = _NONE, *, kind: type | tuple[type, ...] | None = None) -> Any | T:
         """The value of a key; where it is absent, the default. A key that is there and null is None, whatever the
         default: a file that says null may mean something else than one that says nothing.

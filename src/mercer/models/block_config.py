@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mercer.errors import InvalidArgument
+from mercer.models.experts_config import ExpertsConfig
 from mercer.runtime.words import count
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class BlockConfig(BaseModel):
     feedforward: Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "silu"] = "swiglu"
     hidden: Positive | None = None
     """Channels inside the feed-forward; None: 4 dim, and for gated kinds 8/3 dim rounded up to a multiple of 32."""
+    experts: ExpertsConfig | None = None
+    """Experts, each of `feedforward` and `hidden`, in the place of the feed-forward; None: none."""
     bias: Annotated[bool | tuple[BiasPart, ...], BeforeValidator(as_pattern)] = False
     """Biases in all linear layers of the blocks and in layer norms, or in the parts that are named: "query", "key" and
     "value" (all three: "qkv"), "output" and "gate" of the attention, "feedforward", "norm"."""
@@ -136,6 +139,13 @@ class BlockConfig(BaseModel):
             raise ValueError(f"dim {self.dim} is not a multiple of {self.heads} heads; set head_dim")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
+        if self.experts is not None:
+            if "feedforward" in self.biased:
+                raise ValueError("experts have no biases; name the other parts in bias")
+            if not any(map(self.experts.at, range(self.layers))):
+                raise ValueError(
+                    f"experts.offset {self.experts.offset} leaves {count(self.layers, 'layer')} without any"
+                )
         if not self.pattern:
             raise ValueError("attention needs at least one name")
         if len(self.pattern) > self.layers:

@@ -6,6 +6,7 @@ from mercer.models.block_config import BlockConfig
 from mercer.models.initial import generator_of
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
+from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.norms import LayerNorm, RMSNorm
 from mercer.nn.options import takes_gain
@@ -53,17 +54,29 @@ def make_attention(
     )
 
 
-def make_feedforward(config: BlockConfig) -> FeedForward:
-    """The feed-forward of every layer."""
+def make_feedforward(config: BlockConfig, layer: int) -> FeedForward | Experts:
+    """The feed-forward of a layer, or its experts."""
+    experts = config.experts
+    if experts is not None and experts.at(layer):
+        return Experts(
+            config.dim,
+            config.hidden,
+            experts.count,
+            experts.chosen,
+            kind=config.feedforward,
+            renormalise=experts.renormalise,
+            capacity=experts.capacity,
+            router_bias=experts.router_bias,
+        )
     return FeedForward(config.dim, config.hidden, kind=config.feedforward, bias="feedforward" in config.biased)
 
 
-def make_block(config: BlockConfig, attention: Attention) -> Block:
+def make_block(config: BlockConfig, layer: int, attention: Attention) -> Block:
     """A block around an attention, with its norms where the configuration has them."""
     both = config.norm_position == "both"
     return Block(
         attention,
-        make_feedforward(config),
+        make_feedforward(config, layer),
         make_norm(config),
         None if config.parallel == "one_norm" else make_norm(config),
         norm_position=config.norm_position,

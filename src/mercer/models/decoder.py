@@ -20,6 +20,7 @@ from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
 from mercer.nn.reach import longest, refuse_longer
 from mercer.nn.rope_scaling import RopeScaling
 from mercer.nn.rotary import Rotary
+from mercer.nn.routing import Routing, balance_loss, z_loss
 from mercer.nn.scored_loss import scored_cross_entropy
 from mercer.nn.t5 import T5Bias
 
@@ -135,6 +136,7 @@ class DecoderLM(nn.Module):
         *,
         padding: Tensor | None = None,
         states: Sequence[State] | None = None,
+        routings: list[Routing] | None = None,
         return_states: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -145,6 +147,7 @@ class DecoderLM(nn.Module):
         *,
         padding: Tensor | None = None,
         states: Sequence[State] | None = None,
+        routings: list[Routing] | None = None,
         return_states: Literal[True],
     ) -> tuple[Tensor, list[State]]: ...
 
@@ -154,9 +157,12 @@ class DecoderLM(nn.Module):
         *,
         padding: Tensor | None = None,
         states: Sequence[State] | None = None,
+        routings: list[Routing] | None = None,
         return_states: bool = False,
     ) -> Tensor | tuple[Tensor, list[State]]:
-        """The last hidden states [B, T, dim], ready for the head; arguments as in `forward`."""
+        """The last hidden states [B, T, dim], ready for the head; arguments as in `forward`. routings: a list that what
+        the routers of experts decide in each layer is appended to.
+        """
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise InvalidArgument(f"tokens must be integers [B, T], got {tokens.dtype} of shape {list(tokens.shape)}")
         if states is not None and len(states) != len(self.blocks):
@@ -172,10 +178,12 @@ class DecoderLM(nn.Module):
         for i, block in enumerate(self.blocks):
             state = None if states is None else states[i]
             if return_states:
-                x, state = block(x, padding=padding, structure=structure, state=state, return_state=True)
+                x, state = block(
+                    x, padding=padding, structure=structure, state=state, routings=routings, return_state=True
+                )
                 after.append(state)
             else:
-                x = block(x, padding=padding, structure=structure, state=state)
+                x = block(x, padding=padding, structure=structure, state=state, routings=routings)
         x = self.norm(x)
         return (x, after) if return_states else x
 
@@ -236,16 +244,23 @@ class DecoderLM(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, *, padding: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
-        """Cross entropy in nats a target ("mean") or in all ("sum"); targets [B, T] of -100 do not count.
+        """Cross entropy in nats a target ("mean") or in all ("sum"); targets [B, T] of -100 do not count. In training
+        mode the losses of experts' routers are added to the mean.
 
         The logits held at once are never more numbers than the model has parameters.
         """
         weight = self.head_weight
         block = min(default_block(*weight.shape), max(self.parameter_count // weight.shape[0], 1))
-        hidden = self.hidden(tokens, padding=padding)
+        routings: list[Routing] = []
+        hidden = self.hidden(tokens, padding=padding, routings=routings)
         if self.config.head_bias or self.config.logit_cap is not None:
-            return scored_cross_entropy(self.score, hidden, targets, block=block, reduction=reduction)
-        return linear_cross_entropy(hidden, weight, targets, block=block, reduction=reduction)
+            loss = scored_cross_entropy(self.score, hidden, targets, block=block, reduction=reduction)
+        else:
+            loss = linear_cross_entropy(hidden, weight, targets, block=block, reduction=reduction)
+        experts = self.config.experts
+        if experts is not None and self.training and reduction == "mean":
+            loss = loss + experts.balance * balance_loss(*routings) + experts.z_loss * z_loss(*routings)
+        return loss
 
 
 def capped(scores: Tensor, cap: float) -> Tensor:
@@ -269,4 +284,4 @@ def _block(config: ModelConfig, layer: int, rotary: Rotary | None) -> Block:
         alibi=config.position == "alibi",
         recency=config.recency,
     )
-    return make_block(config, attention)
+    return make_block(config, layer, attention)
