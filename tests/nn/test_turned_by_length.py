@@ -11,6 +11,7 @@ from mercer.core.bigbird import BigBird
 from mercer.core.kernels import Elu
 from mercer.core.log_weights import RelativeBias
 from mercer.core.normalizers import L2
+from mercer.core.pairwise import Bias, Mask
 from mercer.core.patterns import Strided
 from mercer.core.state import CacheState, FeatureState
 from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
@@ -182,6 +183,26 @@ def test_patterns_and_biases_go_with_it(scaling):
     same(attn(x), by_hand(attn, x, lengths, structure))
     out, _ = steps(attn, x, (5, 6, 9))
     same(out[:, 9:], attn(x)[:, 9:])
+
+
+@pytest.mark.parametrize("scaling", [WHOLE[0], *TOKENS], ids=str)
+def test_what_is_said_pair_by_pair_is_cut_with_the_rows(scaling):
+    """A mask and a bias that say what a window and a table of distances say."""
+    x, attn = tokens(14), layer(scaling)
+    ahead = torch.arange(14) - torch.arange(14).unsqueeze(1)
+    table = torch.randn(HEADS, 5, dtype=torch.float64)
+    mask, bias = Mask((ahead > -6)[None, None]), Bias(table[:, (ahead + 4).clamp(0, 4)][None])
+    same(attn(x, structure=mask & bias), attn(x, structure=Window.last(6) & RelativeBias(table)))
+
+
+@pytest.mark.parametrize("scaling", TOKENS + WHOLE, ids=str)
+def test_a_call_without_tokens_leaves_the_state_as_it_is(scaling):
+    attn, x = layer(scaling), tokens(11)
+    out, state = steps(attn, x, (0, 4, 4, 9, 11))
+    whole, expected = steps(attn, x, (4, 9))
+    same(out, whole)
+    same(state.keys, expected.keys)
+    assert torch.equal(state.length, torch.tensor([11, 11]))
 
 
 def test_patterns_that_depend_on_the_length_are_not_cut():

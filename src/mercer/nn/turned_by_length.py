@@ -18,7 +18,7 @@ from mercer.core.log_weights import Decay
 from mercer.core.merged import merge
 from mercer.core.normalizers import Normalizer
 from mercer.core.state import CacheState, State
-from mercer.core.structures import Documents, Full, Padding, Structure
+from mercer.core.structures import Documents, Full, Padding, Pairwise, Structure
 from mercer.errors import Unsupported
 from mercer.nn.positions import token_positions
 from mercer.nn.rope_scaling import LengthScaling
@@ -75,7 +75,7 @@ def attend(
             k.transpose(1, 2),
             value[:, :, :stop],
             normalizer=normalizer.map_tokens(lambda x: x[:, :, start:stop]),
-            structure=_until(structure, stop, length),
+            structure=_cut_out(structure, start, stop, length),
             state=before,
             return_state=return_state and stop == length,
             path=path,
@@ -83,10 +83,11 @@ def attend(
         )
         return result if isinstance(result, tuple) else (result, None)
 
-    if not scaling.per_token:
+    if scaling.per_token:
+        _orders_tokens(scaling, structure, documents)
+    if not scaling.per_token or not length:
         rows, after = run(0, length, _totals(length, padding, bounds, offset, query.device))
     else:
-        _orders_tokens(scaling, structure, documents)
         served = scaling.effective(positions + 1)
         parts = [run(start, stop, served[:, start : start + 1]) for start, stop in _alike(served)]
         rows, after = torch.cat([part for part, _ in parts], 2), parts[-1][1]
@@ -169,9 +170,9 @@ def _cut(lengths: Tensor, start: int, stop: int) -> Tensor:
     return lengths if lengths.shape[1] == 1 else lengths[:, start:stop]
 
 
-def _until(structure: Structure, stop: int, length: int) -> Structure:
-    """The structure of a call that ends before key `stop`."""
-    if stop == length:
+def _cut_out(structure: Structure, start: int, stop: int, length: int) -> Structure:
+    """The structure of a call of the queries start..stop-1, which ends before key `stop`."""
+    if (start, stop) == (0, length):
         return structure
     cut: Structure = Full()
     for part in structure.parts:
@@ -181,6 +182,8 @@ def _until(structure: Structure, stop: int, length: int) -> Structure:
         elif isinstance(part, Decay) and part.per_token:
             rate, log_rate = (None if t is None else t[..., :stop] for t in (part.rate, part.log_rate))
             part = Decay(rate, log_rate, part.complement)
+        elif isinstance(part, Pairwise) and part.tensor.shape[2:] == (length, length):
+            part = replace(part, tensor=part.tensor[:, :, start:stop, :stop])
         cut = cut & part
     return cut
 
