@@ -124,3 +124,8 @@ def test_case_21_reading_in_pieces_equals_reading_at_once_at_any_depth(scaling):
 def test_configurations_that_cannot_be_are_refused(values, message):
     with pytest.raises(InvalidArgument, match=message):
         make_config(**values)
+
+
+def test_a_scaling_that_is_a_string_is_refused():
+    with pytest.raises(InvalidArgument, match="not 'yarn=4'"):
+        make_model().with_positions(rope_scaling="yarn=4")

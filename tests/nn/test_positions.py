@@ -92,3 +92,9 @@ def test_sinusoids_beyond_the_trained_length_are_refused_where_it_is_known():
 def test_bad_arguments_are_refused(make):
     with pytest.raises(InvalidArgument):
         make()
+
+
+@pytest.mark.parametrize("positions", [Sinusoidal(8), LearnedPositions(4, 8)])
+def test_the_input_in_place_of_its_positions_is_refused(positions):
+    with pytest.raises(InvalidArgument, match=r"takes positions, integers .*, not torch.float32 \[1, 3, 8\]"):
+        positions(torch.zeros(1, 3, 8))

@@ -109,7 +109,10 @@ def request(
         raise InvalidArgument(f"structure must be a structure object, not {structure!r}.")
     merged = merge(Full() if structure is None else structure)
     for part in merged.pairwise:
-        raise Unsupported(f"{part} is not computed over several processes: use Causal, Window, Alibi or Decay.")
+        raise Unsupported(
+            f"{part} is not computed over several processes: say it by position, as Visible(function) does, or "
+            "with Causal, Window, Alibi or Decay."
+        )
     made = Request(
         query,
         key,

@@ -85,6 +85,11 @@ class DecoderLM(nn.Module):
         Raises:
             InvalidArgument: the model's positions have no scaling, or end with their table.
         """
+        if not isinstance(rope_scaling, RopeScaling | Mapping | None):
+            raise InvalidArgument(
+                "rope_scaling must be an object such as YaRN(factor=4, trained=2048) or a mapping such as "
+                f'{{"rope_type": "yarn", "factor": 4}}, not {rope_scaling!r}'
+            )
         values = self.config.model_dump()
         values["rope_scaling"] = rope_scaling if isinstance(rope_scaling, RopeScaling | None) else dict(rope_scaling)
         values["allow_longer"] = allow_longer

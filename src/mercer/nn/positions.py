@@ -93,6 +93,7 @@ class Sinusoidal(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions: any integer tensor [...]; returns float32 [..., dim]."""
+        _refuse_other_than_integers(self, positions)
         if self.max_length is not None and positions.numel():
             refuse_longer(
                 "sinusoidal positions were trained for",
@@ -125,6 +126,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions: int64 [...]; returns [..., dim] in the weight's dtype."""
+        _refuse_other_than_integers(self, positions)
         limit = self.weight.shape[0]
         if positions.numel() and int(positions.max()) >= limit:
             raise InvalidArgument(
@@ -132,6 +134,15 @@ class LearnedPositions(nn.Module):
                 "use shorter sequences or a larger max_length"
             )
         return nn.functional.embedding(positions, self.weight)
+
+
+def _refuse_other_than_integers(module: nn.Module, positions: Tensor) -> None:
+    """The input in place of its positions would be taken for far too many of them."""
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise InvalidArgument(
+            f"{type(module).__name__} takes positions, integers such as torch.arange(length), not {positions.dtype} "
+            f"{list(positions.shape)}; add what it returns to the input"
+        )
 
 
 def alibi_slopes(heads: int) -> Tensor:
