@@ -17,8 +17,9 @@ from torch import Tensor
 from mercer.core.log_weights import Decay
 from mercer.core.merged import merge
 from mercer.core.normalizers import Normalizer
+from mercer.core.pairwise import Bias, Mask
 from mercer.core.state import CacheState, State
-from mercer.core.structures import Documents, Full, Padding, Pairwise, Structure
+from mercer.core.structures import Documents, Full, Padding, Structure
 from mercer.errors import Unsupported
 from mercer.nn.positions import token_positions
 from mercer.nn.rope_scaling import LengthScaling
@@ -182,7 +183,7 @@ def _cut_out(structure: Structure, start: int, stop: int, length: int) -> Struct
         elif isinstance(part, Decay) and part.per_token:
             rate, log_rate = (None if t is None else t[..., :stop] for t in (part.rate, part.log_rate))
             part = Decay(rate, log_rate, part.complement)
-        elif isinstance(part, Pairwise) and part.tensor.shape[2:] == (length, length):
+        elif isinstance(part, Mask | Bias) and part.tensor.shape[2:] == (length, length):
             part = replace(part, tensor=part.tensor[:, :, start:stop, :stop])
         cut = cut & part
     return cut
