@@ -1,7 +1,10 @@
-"""Bricks of a model: attention, positions, norms, feed-forward, experts, residual block and a blockwise loss."""
+"""Bricks of a model: attention to oneself and to a memory, positions, norms, feed-forward, experts, residual block and
+a blockwise loss.
+"""
 
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
+from mercer.nn.cross_attention import CrossAttention
 from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.longformer import LongformerAttention
@@ -19,6 +22,7 @@ __all__ = [
     "NTK",
     "Attention",
     "Block",
+    "CrossAttention",
     "DynamicNTK",
     "Experts",
     "FeedForward",
