@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from mercer.cli.main import app
 from mercer.core.state import State
+from mercer.inference.generate import Piece
 from mercer.models.io import load_model
 from mercer.training.metrics import METRICS_FILE, read_metrics
 
@@ -230,11 +231,11 @@ def test_one_checkpoint_is_not_asked_for_another(run):
 
 
 def test_generate_stopped_says_how_far_it_came(run, monkeypatch):
-    def stop(*_):
-        yield from b"ab"
+    def stop(*_, **__):
+        yield from (Piece(0, ord(text), text) for text in "ab")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mercer.inference.generate.generate", stop)
+    monkeypatch.setattr("mercer.inference.generate.stream", stop)
     result = mercer("generate", run, "-p", "x", "-n", 9)
     assert (result.exit_code, result.stdout) == (130, "xab\n")
     assert result.stderr == "Interrupted: 2 of 9 tokens were written.\n"

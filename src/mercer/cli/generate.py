@@ -1,12 +1,12 @@
-"""`mercer generate`: a trained model continues a text, printed as it is written."""
+"""`mercer generate`: a model continues a text, printed as it is written."""
 
+import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mercer.cli import options
 from mercer.errors import Interrupted, InvalidArgument
 
 
@@ -15,96 +15,149 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or of one checkpoint or model.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; - reads standard input.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to write.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 the model's distribution.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Choose among so many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest tokens of this joint share.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
-    checkpoint: Annotated[str, typer.Option(help="last, best (held-out loss) or a step.")] = "last",
-    rope_scaling: Annotated[
+    run_or_prompt: Annotated[
         str | None,
-        typer.Option(
-            help="Read past the trained length with rotary positions scaled: linear=4, ntk=4, dynamic=1, yarn=4, or "
-            "a JSON object as in a configuration.",
+        typer.Argument(
+            metavar="[RUN | PROMPT]",
+            help="With --model the text to continue; without, the folder of a run, or of one checkpoint or model.",
             show_default=False,
         ),
     ] = None,
-    allow_longer: Annotated[
-        bool, typer.Option("--allow-longer", help="Let positions run on past the trained length as they are.")
-    ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="The text to continue; - reads standard input.", show_default=False),
+    ] = None,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = 0,
+    stop: options.Stop = None,
     echo: Annotated[bool, typer.Option(help="Print the prompt first.")] = True,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "cpu",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary on standard error.")] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="With --json: the log-probability of each token, and of so many likeliest ones at its place; of the "
+            "prompt's tokens too, unless --no-echo.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help=options.MODEL, rich_help_panel="Model", show_default=False),
+    ] = None,
+    checkpoint: options.CheckpointName = "last",
+    attention: options.Attention = None,
+    dtype: options.Dtype = None,
+    rope_scaling: options.RopeScaling = None,
+    allow_longer: options.AllowLonger = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
 ) -> None:
-    """Continue a prompt with a trained model. Text goes to standard output as soon as each character is whole."""
-    import time
-
+    """Continue a prompt with a model. Text goes to standard output as soon as each character is whole."""
     from mercer.cli.flags import as_typed
-    from mercer.cli.locate import open_model
-    from mercer.inference.generate import generate as continue_text
-    from mercer.inference.sampler import Sampling
-    from mercer.runtime import words
+    from mercer.inference.generate import Completion, stream
 
+    path, given = _named(run_or_prompt, prompt, model)
+    if logprobs is not None and not as_json:
+        raise InvalidArgument("--logprobs needs --json, which prints them")
     with as_typed(generate):
-        sampling = Sampling(temperature, top_k, top_p)
-    if max_tokens < 0:
-        raise InvalidArgument(f"--max-tokens is {max_tokens}; it is at least 0")
-    if not 0 <= seed < 2**63:
-        raise InvalidArgument(f"--seed is {seed}; it is at least 0 and below 2^63")
-    text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+        sampling = options.sampling_of(max_tokens, seed, temperature, top_k, top_p, min_p, repetition_penalty)
+    text = options.text_of(given)
     if not text:
         raise InvalidArgument("the prompt is empty; give at least one character")
-    model, vocabulary = open_model(run, checkpoint, device)
-    if rope_scaling is not None or allow_longer:
-        with as_typed(generate):
-            scaling = model.config.rope_scaling if rope_scaling is None else _scaling(rope_scaling)
-            model = model.with_positions(rope_scaling=scaling, allow_longer=allow_longer)
-    try:
-        tokens = vocabulary.encode(text).tolist()
-    except UnicodeDecodeError as error:
-        raise InvalidArgument("the prompt is not UTF-8, which the model's vocabulary needs") from error
     with as_typed(generate):
-        continuation = continue_text(model, tokens, max_tokens, sampling, seed)  # refuses before anything is printed
-    if echo:
-        _write(text.decode("utf-8", "replace"))
-    started, count = time.perf_counter(), 0
-
-    def counted() -> Iterator[int]:
-        nonlocal count
-        for token in continuation:
-            count += 1
-            yield token
-
-    try:
-        for piece in vocabulary.stream(counted()):
-            _write(piece)
-    except KeyboardInterrupt:
-        raise Interrupted(f"{count} of {max_tokens} tokens were written") from None
-    finally:
-        _write("\n")
-    if not quiet:
-        seconds = time.perf_counter() - started
-        typer.echo(
-            f"{words.count(len(tokens), 'token')} read, {count} written in {seconds:.2f} s, "
-            f"{count / seconds:.0f} a second",
-            err=True,
+        found, lm = options.opened(path, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer)
+        try:
+            tokens = found.vocabulary.prompt(text)
+        except UnicodeDecodeError as error:
+            raise InvalidArgument("the prompt is not UTF-8, which the model's vocabulary needs") from error
+        pieces = stream(  # refuses before anything is printed
+            lm,
+            [tokens],
+            max_tokens,
+            sampling=sampling,
+            seed=seed,
+            vocabulary=found.vocabulary,
+            stop=stop or (),
+            logprobs=logprobs,
+            echo=echo and logprobs is not None,
         )
-
-
-def _scaling(text: str) -> dict[str, Any]:
-    """The dictionary of a scaling given as "yarn=4" or as JSON."""
-    import json
-
-    kind, _, factor = text.partition("=")
+    done = Completion()
+    report = _Report(len(tokens))
+    if echo and not as_json:
+        _write(text.decode("utf-8", "replace"))
     try:
-        values = json.loads(text) if text.lstrip().startswith("{") else {"rope_type": kind, "factor": float(factor)}
-    except ValueError:
-        raise InvalidArgument(
-            f"--rope-scaling is {text!r}; write a type and a factor, as in yarn=4, or a JSON object"
-        ) from None
-    return values
+        for piece in pieces:
+            done.pieces.append(piece)
+            if not as_json:
+                _write(piece.text)
+    except KeyboardInterrupt:
+        raise Interrupted(f"{len(done.tokens)} of {max_tokens} tokens were written") from None
+    finally:
+        if not as_json:
+            _write("\n")
+    if as_json:
+        facts = {"model": path, "prompt": text.decode("utf-8", "replace"), "text": done.text, "finish": done.finish}
+        facts |= report.facts(len(done.tokens))
+        if logprobs is not None:
+            facts["tokens"] = [_told(piece, found.vocabulary) for piece in done.pieces]
+        typer.echo(json.dumps(facts))
+    if not quiet:
+        typer.echo(report.line(len(done.tokens)), err=True)
+
+
+def _named(run_or_prompt: str | None, prompt: str | None, model: str | None) -> tuple[str, str]:
+    """The model's path and the prompt, from the two ways to give them."""
+    if model is None:
+        if run_or_prompt is None:
+            raise InvalidArgument("name the model: --model PATH, or the folder of a run as the first argument")
+        if prompt is None:
+            raise InvalidArgument("give the text to continue with --prompt, or as the argument after --model PATH")
+        return run_or_prompt, prompt
+    if (run_or_prompt is None) == (prompt is None):
+        raise InvalidArgument("give the text to continue once: as the argument, or with --prompt")
+    return model, prompt if run_or_prompt is None else run_or_prompt
+
+
+def _told(piece: Any, vocabulary: Any) -> dict[str, Any]:
+    """A token for JSON. The text of a likely token is that inside a text, and empty for a special one."""
+
+    def text(token: int) -> str:
+        return vocabulary.token_bytes(token).decode("utf-8", "replace")
+
+    facts: dict[str, Any] = {"token": piece.token, "text": text(piece.token), "logprob": piece.logprob}
+    top = [{"token": token, "text": text(token), "logprob": logprob} for token, logprob in piece.top]
+    return facts | {"top": top, "prompt": piece.prompt}
+
+
+class _Report:
+    """How much was read and written, and how fast."""
+
+    def __init__(self, read: int) -> None:
+        import time
+
+        self._read, self._clock = read, time.perf_counter
+        self._started = self._clock()
+        self._seconds: float | None = None
+
+    def facts(self, written: int) -> dict[str, Any]:
+        if self._seconds is None:
+            self._seconds = self._clock() - self._started
+        return {"tokens_read": self._read, "tokens_written": written, "seconds": round(self._seconds, 4)}
+
+    def line(self, written: int) -> str:
+        from mercer.runtime import words
+
+        seconds = self.facts(written)["seconds"]
+        return (
+            f"{words.count(self._read, 'token')} read, {written} written in {seconds:.2f} s, "
+            f"{written / max(seconds, 1e-9):.0f} a second"
+        )
 
 
 def _write(text: str) -> None:

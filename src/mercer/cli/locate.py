@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mercer.errors import InvalidArgument, StorageError
+from mercer.errors import InvalidArgument, StorageError, Unsupported
 
 if TYPE_CHECKING:
-    from mercer.models.decoder import DecoderLM
-    from mercer.models.vocabulary import Vocabulary
+    from mercer.checkpoints import Checkpoint
 
 
 def model_folder(path: Path, checkpoint: str = "last") -> Path:
@@ -43,14 +42,52 @@ def model_folder(path: Path, checkpoint: str = "last") -> Path:
     return folder
 
 
-def open_model(path: Path, checkpoint: str, device: str) -> tuple[DecoderLM, Vocabulary]:
-    """The model, ready for inference, and its vocabulary."""
-    from mercer.models.io import load_model
-    from mercer.models.vocabulary import load_vocabulary
+def open_model(
+    path: str,
+    checkpoint: str = "last",
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    attention: str | None = None,
+) -> Checkpoint:
+    """A language model that continues texts, ready for inference, with its vocabulary and its chats.
+
+    path: the folder of a run, of one checkpoint or of a model, in this library's format or the hub's, a GGUF file, or
+    owner/name on the hub. attention: as it is typed, with commas between the names of a pattern.
+
+    Raises:
+        InvalidArgument, StorageError: there is no such model, or it is damaged.
+        Unsupported: it is not a decoder.
+    """
+    from mercer.checkpoints import open_checkpoint
+    from mercer.models.decoder import DecoderLM
     from mercer.runtime.device import find_device
 
     where = find_device(device)
-    folder = model_folder(path, checkpoint)
-    model = load_model(folder)
-    model.to(where)
-    return model.eval().requires_grad_(False), load_vocabulary(folder, model.config.vocab_size)
+    names = None if attention is None else [name.strip() for name in attention.split(",")]
+    opened = open_checkpoint(_weights(path, checkpoint), dtype=dtype, device=where, attention=names)
+    if not isinstance(opened.model, DecoderLM):
+        raise Unsupported(f"{path} is of the family {opened.family}, which does not continue texts; decoders do")
+    opened.model.eval().requires_grad_(False)
+    return opened
+
+
+def _weights(path: str, checkpoint: str) -> str | Path:
+    """What to open: the path, or a checkpoint of the run there."""
+    there = Path(path)
+    if there.is_dir() and not _of_the_hub(there):
+        return model_folder(there, checkpoint)
+    if there.is_file() and there.suffix.lower() != ".gguf":
+        raise InvalidArgument(f"{path} is a file; name the folder of a run, a checkpoint or a model, or a GGUF file")
+    if checkpoint != "last":
+        raise InvalidArgument(f"{path} is no run, so there is no --checkpoint {checkpoint} to choose")
+    return path
+
+
+def _of_the_hub(folder: Path) -> bool:
+    from mercer.runtime.files import read_json
+
+    if not (folder / "config.json").exists():
+        return False
+    values = read_json(folder / "config.json")
+    return isinstance(values, dict) and "model_type" in values
