@@ -6,8 +6,9 @@ position counts the real tokens before a token in its own sequence, or document,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,11 +66,7 @@ class Columns(Pattern):
     pairwise = True
 
     def __post_init__(self) -> None:
-        at_least("Columns", size=self.size, columns=self.columns)
-        if self.columns > self.size:
-            raise InvalidArgument(
-                f"Columns: columns must be {self.size} (the block's size) or less, not {self.columns}."
-            )
+        _check_columns("Columns", self.size, self.columns)
 
     def sees(self, at: Place) -> Tensor:
         return at.key % self.size >= self.size - self.columns
@@ -108,7 +105,7 @@ class Fixed(Pattern):
     columns: int = 1
 
     def __post_init__(self) -> None:
-        Columns(self.size, self.columns)
+        _check_columns("Fixed", self.size, self.columns)
 
     def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
         return intersection((Either((Blocks(self.size), Columns(self.size, self.columns))), Causal()))
@@ -175,15 +172,7 @@ class Global(Pattern):
     seen: bool = True
 
     def __post_init__(self) -> None:
-        if self.mask is not None:
-            if not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool or self.mask.dim() != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise InvalidArgument("Global: mask must be a boolean [batch, length] tensor (True = a global token).")
-        elif isinstance(self.positions, Tensor):
-            object.__setattr__(self, "positions", tuple(self.positions.tolist()))
-        else:
-            object.__setattr__(self, "positions", tuple(self.positions))
-        for position in self.positions:
-            at_least("Global", 0, positions=position)
+        object.__setattr__(self, "positions", _positions("Global", self.positions, self.mask))
         if not (self.see or self.seen):
             raise InvalidArgument("Global: with see=False and seen=False no pair is visible; leave one of them True.")
 
@@ -254,7 +243,7 @@ class Longformer(Pattern):
         at_least("Longformer", 2, window=self.window)
         if self.window % 2:
             raise InvalidArgument(f"Longformer: window is the whole width and must be even, not {self.window}.")
-        object.__setattr__(self, "positions", tuple(Global(self.positions, self.mask).positions))
+        object.__setattr__(self, "positions", _positions("Longformer", self.positions, self.mask))
 
     def alternatives(self) -> tuple[tuple[Pattern, ...], ...]:
         side = Window(self.window // 2, self.window // 2)
@@ -296,13 +285,8 @@ class Prefix(Pattern):
     length: int | Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.length, Tensor):
-            at_least("Prefix", 0, length=self.length)
-        elif self.length.dim() != 1 or self.length.is_floating_point() or bool((self.length < 0).any()):
-            raise InvalidArgument(
-                f"Prefix: length must be an integer or integers [batch] of 0 or more, not {self.length}."
-            )
-        elif bool((self.length == self.length[0]).all()):
+        _check_prefix("Prefix", self.length)
+        if isinstance(self.length, Tensor) and bool((self.length == self.length[0]).all()):
             object.__setattr__(self, "length", int(self.length[0]))
 
     @property
@@ -359,7 +343,7 @@ class PrefixLM(Pattern):
     length: int | Tensor
 
     def __post_init__(self) -> None:
-        Prefix(self.length)
+        _check_prefix("PrefixLM", self.length)
 
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -395,6 +379,13 @@ class Visible(Pattern):
     asks = True
     pairwise = True
 
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise InvalidArgument(
+                f"Visible: function must be one of (row, head, query, key), not {type(self.function).__name__}; a "
+                "tensor over all pairs is a Mask."
+            )
+
     def sees(self, at: Place) -> Tensor:
         found = self.function(at.row, at.head, at.query, at.key)
         if not at.query.dim():
@@ -428,3 +419,34 @@ class Visible(Pattern):
 
     def __str__(self) -> str:
         return f"Visible({self.name})"
+
+
+def _check_columns(where: str, size: int, columns: int) -> None:
+    at_least(where, size=size, columns=columns)
+    if columns > size:
+        raise InvalidArgument(f"{where}: columns must be {size} (the block's size) or less, not {columns}.")
+
+
+def _check_prefix(where: str, length: object) -> None:
+    if isinstance(length, Tensor):
+        fits = length.dim() == 1 and not length.is_floating_point() and not bool((length < 0).any())
+    else:
+        fits = isinstance(length, int) and not isinstance(length, bool) and length >= 0
+    if not fits:
+        raise InvalidArgument(
+            f"{where}: length must be an integer of 0 or more, or a tensor of one for each batch row, not {length!r}."
+        )
+
+
+def _positions(where: str, positions: object, mask: object) -> tuple[int, ...]:
+    """Positions of global tokens as a tuple, where no mask stands for them."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 2):
+        raise InvalidArgument(f"{where}: mask must be a boolean [batch, length] tensor (True = a global token).")
+    listed: Any = positions.tolist() if isinstance(positions, Tensor) else positions
+    found: tuple[Any, ...] = tuple(listed) if isinstance(listed, Iterable) else (None,)
+    if mask is None and not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in found):
+        raise InvalidArgument(
+            f"{where}: positions must be integers of 0 or more, such as (0,), not {positions!r}; a boolean "
+            "[batch, length] tensor of global tokens is given as mask=."
+        )
+    return found
