@@ -153,7 +153,9 @@ def test_logprobs_are_those_of_the_full_forward(prefill):
 
 
 def test_the_echo_has_the_text_of_the_prompt():
-    pieces = complete(Shifted(), [list("é☃".encode()), list(b"ab")], 1, sampling=Sampling(0.0), echo=True, vocabulary=Bytes())
+    pieces = complete(
+        Shifted(), [list("é☃".encode()), list(b"ab")], 1, sampling=Sampling(0.0), echo=True, vocabulary=Bytes()
+    )
     assert ["".join(p.text for p in one.pieces if p.prompt) for one in pieces] == ["é☃", "ab"]
 
 
@@ -181,6 +183,7 @@ def test_a_reading_is_gone_on_from():
         ([[1]], {"logprobs": 257}, "logprobs=257"),
         ([[1]], {"stop": ["a"]}, "stop strings need the vocabulary"),
         ([[1]], {"stop": [""], "vocabulary": Bytes()}, "each of at least one character"),
+        ([[1]], {"stop": "END", "vocabulary": Bytes()}, "stop is 'END'; it is a list of texts"),
         ([[1], [2]], {"seed": [1]}, "1 seeds and 2 rows read for 2 prompts"),
     ],
 )

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mercer.cli import advise, generate, info, report, study, train, version
+from mercer.cli import advise, chat, generate, info, report, score, study, train, version
 from mercer.errors import Interrupted, MercerError
 from mercer.runtime.allocator import tune
 
-COMMANDS = (train, generate, study, report, advise, info, version)
+COMMANDS = (train, generate, chat, score, study, report, advise, info, version)
 
 WRONG_USE = 2
 INTERRUPTED = 130  # what a shell reports of a process ended by the interrupt signal

@@ -159,6 +159,7 @@ def stream(
         raise InvalidArgument(f"max_tokens={max_tokens} and prefill={prefill}: at least 0 and 1 are needed")
     if logprobs is not None and not 0 <= logprobs <= model.config.vocab_size:
         raise InvalidArgument(f"logprobs={logprobs}: from 0 to the vocabulary's {model.config.vocab_size} can be told")
+    Stops(stop)  # says what is wrong with them
     if stop and vocabulary is None:
         raise InvalidArgument("stop strings need the vocabulary, which gives tokens their text")
     seeds = [seed + i for i in range(len(rows))] if isinstance(seed, int) else list(seed)

@@ -19,7 +19,8 @@ class Stops:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise InvalidArgument(f"stop is {stops!r}; it is a list of texts, each of at least one character")
+            given = stops if isinstance(stops, str) else list(stops)
+            raise InvalidArgument(f"stop is {given!r}; it is a list of texts, each of at least one character")
         self._stops, self._held = tuple(stops), ""
 
     def push(self, text: str) -> tuple[str, bool]:
