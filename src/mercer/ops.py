@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import isfinite
 from numbers import Real
-from typing import Literal, overload
+from typing import Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from mercer.errors import InvalidArgument, Unsupported
 from mercer.forms import packed
 from mercer.forms.call import Call
 from mercer.forms.run import run
-from mercer.planning import Plan, choose
+from mercer.planning import Plan, choose, decide
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -147,9 +147,11 @@ def attention(
         NonFinite: a row left the range of the accumulator: ``Identity`` with an exponential kernel, or features that
             are exponentials of numbers too far apart. Looked for on the CPU.
     """
-    kernel, normalizer, merged, chosen = _resolve(
+    asked = _resolve(
         query, key, value, kernel, normalizer, structure, scale, state, return_state, return_lse, form, path, backend
     )
+    chosen = decide(*asked)
+    kernel, normalizer, merged = asked.kernel, asked.normalizer, asked.merged
     normalizer.check(query.shape[0], query.shape[1], query.shape[2], value.shape[-1])
     call = Call(
         query,
@@ -197,9 +199,24 @@ def plan(
     Only shapes, dtypes and devices of the tensors are read, so tensors on the ``meta`` device will do: they are
     planned as on the CPU.
     """
-    return _resolve(
-        query, key, value, kernel, normalizer, structure, scale, state, return_state, return_lse, form, path, backend
-    )[-1]
+    return choose(
+        *_resolve(
+            query, key, value, kernel, normalizer, structure, scale, state, return_state, return_lse, form, path,
+            backend,
+        )
+    )  # fmt: skip
+
+
+class _Request(NamedTuple):
+    kernel: Kernel
+    normalizer: Normalizer
+    merged: Merged
+    sizes: Sizes
+    form: str
+    path: str
+    stateful: bool
+    state_path: str | None
+    backend: str
 
 
 def _resolve(
@@ -216,23 +233,18 @@ def _resolve(
     form: str,
     path: str,
     backend: str,
-) -> tuple[Kernel, Normalizer, Merged, Plan]:
+) -> _Request:
+    """The checked call as what :func:`choose` and :func:`decide` are asked."""
     kernel = Exp() if kernel is None else kernel
     normalizer = Sum() if normalizer is None else normalizer
     structure = Full() if structure is None else structure
-    for name, part, kind in (
-        ("kernel", kernel, Kernel),
-        ("normalizer", normalizer, Normalizer),
-        ("structure", structure, Structure),
-        ("state", state, State | None),
+    if not (
+        isinstance(kernel, Kernel)  # pyright: ignore[reportUnnecessaryIsInstance]
+        and isinstance(normalizer, Normalizer)  # pyright: ignore[reportUnnecessaryIsInstance]
+        and isinstance(structure, Structure)  # pyright: ignore[reportUnnecessaryIsInstance]
+        and (state is None or isinstance(state, State))  # pyright: ignore[reportUnnecessaryIsInstance]
     ):
-        if not isinstance(part, kind):
-            hint = f", for example {name}={part.__name__}(...)" if isinstance(part, type) else ""
-            if isinstance(part, str) and name in ("kernel", "normalizer"):
-                hint = "; mercer.parse_attention makes both from a name such as 'taylor4-l2'"
-            pair = isinstance(part, tuple) and any(isinstance(x, State) for x in part)
-            what = "the pair that return_state=True gives: pass its second half" if pair else _brief(part)
-            raise InvalidArgument(f"{name} must be a {name} object, not {what}{hint}.")
+        _refuse_parts(kernel, normalizer, structure, state)
     if normalizer.needs_count and normalizer.needs_denominator:
         raise InvalidArgument(f"{normalizer} asks for the count and for the denominator; a normaliser is given one.")
     merged = merge(structure)
@@ -254,12 +266,19 @@ def _resolve(
         )
     state_path = None if state is None else "pairs" if isinstance(state, CacheState) else "features"
     stateful = state is not None or return_state
-    return (
-        kernel,
-        normalizer,
-        merged,
-        choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path, backend),
-    )
+    return _Request(kernel, normalizer, merged, sizes, form, path, stateful, state_path, backend)
+
+
+def _refuse_parts(*given: object) -> NoReturn:
+    """Raise for the first part that is none of its kind."""
+    names, kinds = ("kernel", "normalizer", "structure", "state"), (Kernel, Normalizer, Structure, State)
+    name, part = next((n, x) for n, x, k in zip(names, given, kinds, strict=True) if not isinstance(x, k))
+    hint = f", for example {name}={part.__name__}(...)" if isinstance(part, type) else ""
+    if isinstance(part, str) and name in ("kernel", "normalizer"):
+        hint = "; mercer.parse_attention makes both from a name such as 'taylor4-l2'"
+    pair = isinstance(part, tuple) and any(isinstance(x, State) for x in part)
+    what = "the pair that return_state=True gives: pass its second half" if pair else _brief(part)
+    raise InvalidArgument(f"{name} must be a {name} object, not {what}{hint}.")
 
 
 def _brief(part: object) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from torch import bfloat16
+from torch import bfloat16, compiler
 
 from mercer.backends import decode, flex, polynomial, sdpa, softmax, step
 from mercer.core import cost
 from mercer.core.kernels import Kernel
-from mercer.core.machine import machine_in_use
+from mercer.core.machine import Machine, machine_in_use
 from mercer.core.merged import Merged
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer
@@ -24,6 +26,9 @@ memory.
 
 
 BACKENDS = ("torch", "sdpa", "flex", "numba")
+
+REMEMBERED = 1024
+"""Decisions that are kept for calls to come."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,76 @@ def choose(
     )
 
 
+class Choice(NamedTuple):
+    """What runs a call: three of the attributes of :class:`Plan`."""
+
+    form: str
+    path: str
+    backend: str
+
+
+def decide(
+    kernel: Kernel,
+    normalizer: Normalizer,
+    merged: Merged,
+    sizes: Sizes,
+    form: str = "auto",
+    path: str = "auto",
+    stateful: bool = False,
+    state_path: str | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Form, path and backend of what :func:`choose` plans, and its errors, without what nobody reads before a call.
+
+    Every layer of a model asks at every token that it generates. A long cache leaves nothing to weigh up; what
+    elsewhere is decided by values alone is remembered with them.
+    """
+    if compiler.is_compiling():  # which records the decision itself
+        plan = choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path, backend)
+        return Choice(plan.form, plan.path, plan.backend)
+    if form == backend == "auto" and state_path == "pairs" and path in ("auto", "pairs"):
+        call = _Question(kernel, normalizer, merged, sizes, stateful)
+        if _decodes(call) and unsupported(kernel, normalizer, merged, "chunked", "pairs", sizes, stateful) is None:
+            return _DECODING
+    parts = _values(kernel, normalizer, merged)
+    key = None if parts is None else (parts, sizes, form, path, stateful, state_path, backend)
+    machine = machine_in_use()
+    found = None if key is None else _DECIDED.get(key)
+    if found is not None and found[0] is machine:
+        return found[1]
+    plan = choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path, backend)
+    choice = Choice(plan.form, plan.path, plan.backend)
+    if key is not None:
+        if len(_DECIDED) >= REMEMBERED:
+            _DECIDED.clear()
+        _DECIDED[key] = machine, choice
+    return choice
+
+
+_DECODING = Choice("chunked", "pairs", "numba")
+_DECIDED: dict[Hashable, tuple[Machine, Choice]] = {}
+"""What was decided, by all that it was decided from; and for which machine."""
+
+
+def _values(kernel: Kernel, normalizer: Normalizer, merged: Merged) -> Hashable | None:
+    """What a choice is made from, beside sizes and what was asked for, as values; None where that cannot be said:
+    a part with tensors may change in place, and one of somebody else's may say now this and now that.
+    """
+    kind = type(kernel)
+    made_of_values = "__dataclass_params__" in vars(kind) and kind.__hash__ is not object.__hash__
+    if not made_of_values or kernel.tensors() or merged.patterns or merged.pairwise:
+        return None
+    if not (merged.padding is merged.documents is merged.decay is merged.relative is None):
+        return None
+    if merged.alibi is not None and merged.alibi.slopes.requires_grad:
+        return None
+    flags = (
+        normalizer.needs_denominator, normalizer.needs_count, normalizer.scale_invariant, normalizer.takes_any_sign,
+        normalizer.takes_divided_rows,
+    )  # fmt: skip
+    return kernel, type(normalizer), flags, merged.left, merged.right, merged.alibi is not None
+
+
 @dataclass(frozen=True)
 class _Question:
     kernel: Kernel
@@ -247,8 +322,9 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     kind = "scan" if scanned else "step" if stepped else "attention"
     if fused and sizes.bfloat16:
         kind += f" (products in {'bfloat16' if softmax.narrow(bfloat16) else 'float32: no AVX512-BF16 here'})"
+    tiles = fused and merged.patterns and not decodes
     why = {
-        "numba": f" The fused {kind} serves these sizes.",
+        "numba": f" The fused {kind} {'takes the tiles of this pattern' if tiles else 'serves these sizes'}.",
         "sdpa": " torch's fused attention computes the same.",
         "flex": " torch's flex attention knows these masks.",
         "torch": "",

@@ -101,28 +101,40 @@ def decode(
         Unsupported: another device than the CPU, or a gradient that is wanted of any tensor.
     """
     _check(query, key, value, left, right, bounds, valid, slopes, position)
+    return decode_checked(
+        query, key, value, scale, left=left, right=right, bounds=bounds, valid=valid, slopes=slopes, position=position
+    )
+
+
+def decode_checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    left: int | None = None,
+    right: int | None = None,
+    bounds: Tensor | None = None,
+    valid: Tensor | None = None,
+    slopes: Tensor | None = None,
+    position: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`decode` of arguments that were checked where the call began: every layer asks at every token."""
     from mercer.backends import decode_kernels as kernels
 
     batch, heads, keys, dim = key.shape
-    query_heads, queries, width = query.shape[1], query.shape[2], value.shape[-1]
-    group, kind, size = query_heads // heads, _KINDS[query.dtype], query.element_size()
+    _, query_heads, queries, _ = query.shape
+    width, group = value.shape[3], query_heads // heads
+    kind, size = _KINDS[query.dtype], query.element_size()
     seen = _band(queries, keys, left, right) if bounds is None else bounds.flatten().tolist()
-    some = [(low, high) for low, high in zip(seen[::3], seen[1::3], strict=True) if low < high]
-    first = max(0, min((low for low, _ in some), default=0))
-    stop = max(first, min(keys, max((high for _, high in some), default=0)))
-    numbers: list[int] = []
-    query, key, value = _rows(query), _rows(key), _rows(value)
-    for x in (query, key, value):
-        strides = x.stride()
-        numbers += (x.data_ptr(), strides[0] * size, strides[1] * size, strides[2] * size)
-    if valid is not None:
-        valid = valid.contiguous()
-    if position is not None:
-        position = position.to(torch.int32).contiguous()
-    if slopes is not None:
-        slopes = slopes.detach().to(torch.float32).contiguous()
-    for x, step in ((valid, 1), (position, 4)):
-        numbers += (0, 0) if x is None else (x.data_ptr(), 0 if x.shape[0] == 1 else step * keys)
+    first, stop = (seen[0], seen[1]) if len(seen) == 3 else _reach(seen)
+    first = max(first, 0)
+    stop = max(first, min(keys, stop))
+    (query, at_query), (key, at_key), (value, at_value) = (_rows(x, size) for x in (query, key, value))
+    # Names hold on to what the kernel is given addresses of.
+    valid = None if valid is None else valid.contiguous()
+    position = None if position is None else position.to(torch.int32).contiguous()
+    slopes = None if slopes is None else slopes.detach().to(torch.float32).contiguous()
     span, items = _ranges(batch * heads, stop - first)
     rows = group * queries
     together = rows if rows < 3 else 4
@@ -132,41 +144,34 @@ def decode(
     threads = 1 if moved <= ALONE else threads_for(total)
     room, parts = kernels.room(every, dim, kind), total * every * kernels.pitch(width, kind)
     scratch = torch.empty(parts + threads * room)
-    address = scratch.data_ptr()
     out, log_sum = torch.empty(batch, query_heads, queries, width), torch.empty(batch, query_heads, queries)
-    numbers += (
-        0 if bounds is None or bounds.shape[0] == 1 else 3 * queries,
-        0 if slopes is None else slopes.data_ptr(),
-    )
-    numbers += (
-        address,
-        out.data_ptr(),
-        log_sum.data_ptr(),
-        heads,
-        group,
-        queries,
-        dim,
-        width,
-        first,
-        stop,
-        span,
-        items,
-    )
-    table = np.array(numbers + seen, np.int64)
-    work = address + 4 * parts
+    address = scratch.data_ptr()
+    numbers = [
+        *at_query, *at_key, *at_value, *_by_row(valid, keys), *_by_row(position, 4 * keys),
+        0 if bounds is None or bounds.shape[0] == 1 else 3 * queries, 0 if slopes is None else slopes.data_ptr(),
+        address, out.data_ptr(), log_sum.data_ptr(), heads, group, queries, dim, width, first, stop, span, items, *seen,
+    ]  # fmt: skip
+    table, work = np.array(numbers, np.int64), address + 4 * parts
     run, finish = kernels.compiled(kind, together)
-
-    def part(thread: int, start: int, stop: int) -> None:
-        run(table, scale, every, work + 4 * thread * room, start, stop)
-
     if threads == 1:
-        part(0, 0, total)
-    elif moved < LARGE:
-        share(total, part)
+        run(table, scale, every, work, 0, total)
     else:
-        share_each(total, lambda thread, item: part(thread, item, item + 1))
+
+        def part(thread: int, start: int, stop: int) -> None:
+            run(table, scale, every, work + 4 * thread * room, start, stop)
+
+        if moved < LARGE:
+            share(total, part)
+        else:
+            share_each(total, lambda thread, item: part(thread, item, item + 1))
     finish(table, every, 0, batch * heads)
     return out, log_sum
+
+
+def _reach(seen: list[int]) -> tuple[int, int]:
+    """The first key that any query sees, and the first after all of them, of `bounds`."""
+    some = [(low, high) for low, high in zip(seen[::3], seen[1::3], strict=True) if low < high]
+    return min((low for low, _ in some), default=0), max((high for _, high in some), default=0)
 
 
 def _band(queries: int, keys: int, left: int | None, right: int | None) -> list[int]:
@@ -186,9 +191,19 @@ def _ranges(heads: int, keys: int) -> tuple[int, int]:
     return span, max(-(-keys // span), 1)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The numbers of a row side by side."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _rows(x: Tensor, size: int) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """The tensor, with the numbers of a row side by side; and where it stands: its address, and its strides in bytes
+    over batch rows, heads and tokens.
+    """
+    if x.stride(3) != 1 and x.shape[3] != 1:
+        x = x.contiguous()
+    batch, head, token, _ = x.stride()
+    return x, (x.data_ptr(), batch * size, head * size, token * size)
+
+
+def _by_row(x: Tensor | None, step: int) -> tuple[int, int]:
+    """An address, 0 for nothing, and how many bytes batch rows are apart."""
+    return (0, 0) if x is None else (x.data_ptr(), 0 if x.shape[0] == 1 else step)
 
 
 def _check(

@@ -138,9 +138,12 @@ def last(joined: Joined, first: int, own: bool) -> Joined:
     keys, values, spot = joined
     if spot is None and own and not first:
         return joined
+    tokens = keys.shape[2] - first
+    fits = spot is not None and spot.room.capacity <= 2 * (tokens + spare(tokens))
+    if fits and not first:
+        return joined
     keys, values = keys[:, :, first:], values[:, :, first:]
-    tokens = keys.shape[2]
-    if spot is not None and spot.room.capacity <= 2 * (tokens + spare(tokens)):
+    if fits and spot is not None:
         return Joined(keys, values, Spot(spot.room, spot.start + first))
     # A tensor of its own: neither the caller's nor a view that keeps what was dropped.
     if fixed(keys, values):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+from torch.compiler import is_compiling
 
 from mercer.core.log_weights import Alibi, Decay, RelativeBias
-from mercer.core.structures import Both, Documents, Padding, Pairwise, Pattern, Structure, Window
+from mercer.core.structures import Both, Causal, Documents, Full, Padding, Pairwise, Pattern, Structure, Window
 from mercer.errors import Unsupported
 
 
@@ -67,6 +70,12 @@ class Merged:
 
 def merge(structure: Structure) -> Merged:
     """Merge a structure's parts; raises :class:`Unsupported` where they exclude each other."""
+    if type(structure) in (Full, Causal, Window) and not is_compiling():
+        return _merged(structure)  # remembered: every layer asks at every token, and these are values
+    return _merge(structure)
+
+
+def _merge(structure: Structure) -> Merged:
     left: int | None = None
     right: int | None = None
     found: dict[type, Structure] = {}
@@ -117,6 +126,9 @@ def merge(structure: Structure) -> Merged:
             "last of the keys, so leave it out, and mask or lengths tell which of them are real."
         )
     return merged
+
+
+_merged = lru_cache(maxsize=64)(_merge)
 
 
 def _bands(pattern: Pattern) -> list[Window] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mercer.backends.decode import decode
+from mercer.backends.decode import decode_checked
 from mercer.core.growth import Joined, fixed
 from mercer.core.layout import Layout, Tokens
 from mercer.core.work import FEW, FEW_ROWS
@@ -19,6 +19,8 @@ def decodes(call: Call, every: Joined) -> bool:
     """Whether the decoding kernel is what serves a call of the fused backend: few queries, and no gradient."""
     queries, rows = call.query.shape[2], call.query.shape[1] * call.query.shape[2] // call.key.shape[1]
     if not 0 < queries <= FEW or rows > FEW_ROWS or not every.keys.shape[2] or not call.query.shape[0]:
+        return False
+    if call.merged.patterns:
         return False
     weights = () if call.merged.alibi is None else (call.merged.alibi.slopes,)
     return not fixed(call.query, every.keys, every.values, *weights)
@@ -37,9 +39,9 @@ def few(call: Call, query: Tensor, every: Joined, view: Layout | None) -> tuple[
     slopes = None if call.merged.alibi is None else call.merged.alibi.slopes
     if view is None:
         left, right = call.merged.left, call.merged.right
-        return decode(query, every.keys, every.values, call.scale, left=left, right=right, slopes=slopes)
+        return decode_checked(query, every.keys, every.values, call.scale, left=left, right=right, slopes=slopes)
     position = None if slopes is None else view.key_position
-    return decode(
+    return decode_checked(
         query, every.keys, every.values, call.scale, bounds=_seen(view), valid=view.key_valid, slopes=slopes,
         position=position,
     )  # fmt: skip

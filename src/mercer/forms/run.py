@@ -55,9 +55,8 @@ def _run(call: Call) -> tuple[Tensor, State | None, Tensor | None]:
     if own.query_valid is not None:
         out = out.masked_fill(~own.query_valid[:, None, :, None], 0)
     out = out.to(call.query.dtype)
-    if (
-        out.device.type == "cpu" and not torch.compiler.is_compiling() and not math.isfinite(out.detach().sum().item())
-    ):  # elsewhere the check would wait for the device
+    # Elsewhere the check would wait for the device.
+    if out.is_cpu and not torch.compiler.is_compiling() and not math.isfinite(out.detach().sum().item()):
         _explain(call, query, key, value, out)
     return out, rows.state, log_sum
 
