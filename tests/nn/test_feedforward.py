@@ -12,6 +12,7 @@ FORMULAS = {
     "gelu": lambda x: x * torch.special.ndtr(x),
     "gelu_tanh": lambda x: x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "silu": lambda x: x / (1 + torch.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
 }
 
 

@@ -5,6 +5,7 @@ a blockwise loss.
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
 from mercer.nn.cross_attention import CrossAttention
+from mercer.nn.evoformer import TriangleAttention, TriangleMultiplication
 from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.longformer import LongformerAttention
@@ -38,6 +39,8 @@ __all__ = [
     "Routing",
     "Sinusoidal",
     "T5Bias",
+    "TriangleAttention",
+    "TriangleMultiplication",
     "YaRN",
     "alibi_slopes",
     "balance_loss",

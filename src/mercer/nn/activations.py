@@ -34,14 +34,16 @@ ACTIVATIONS = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
     "silu": Activation(silu, lambda g, x: _aten.silu_backward(g, x)),
+    "sigmoid": Activation(torch.sigmoid, lambda g, x: _aten.sigmoid_backward(g, x.sigmoid())),
 }
 """relu: max(0, x). gelu: x Phi(x), exact (Hendrycks & Gimpel 2016). gelu_tanh: its approximation x (1 + tanh(sqrt(2/pi)
-(x + 0.044715 x^3))) / 2, which GPT-2 uses. silu: x sigmoid(x), also called swish (Elfwing et al. 2017)."""
+(x + 0.044715 x^3))) / 2, which GPT-2 uses. silu: x sigmoid(x), also called swish (Elfwing et al. 2017). sigmoid: 1 / (1
++ exp(-x)), for gates alone."""
 
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 """Kinds of feed-forwards with a gate, and what is done to the gate (Shazeer 2020, arXiv 2002.05202)."""
 
-KINDS = (*GATED, *ACTIVATIONS)
+KINDS = (*GATED, "relu", "gelu", "gelu_tanh", "silu")
 
 
 def check_kind(kind: str) -> None:
