@@ -27,18 +27,17 @@ from mercer.studies.approximation_measure import Cell, Sizes, measure
 from mercer.studies.approximation_summary import conclude
 from mercer.studies.calibration import fitting_steps, seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible
+from mercer.studies.on_text import corpus_record, read_text, training_step
 from mercer.studies.progress import StudyProgress
 from mercer.studies.records import ApproximationRecord, write_record
-from mercer.studies.records import Corpus as CorpusRecord
 from mercer.studies.report import write_page
 from mercer.studies.report.approximation import inputs_label
 from mercer.studies.report.marks import label
 from mercer.studies.report.numbers import decimal
+from mercer.studies.runner import check_counts
 from mercer.training.checkpoint import folders
 from mercer.training.config import TrainConfig
-from mercer.training.data import Corpus, batch, python_library_files
 from mercer.training.loop import Progress
-from mercer.training.optim import make_optimizer
 from mercer.training.trainer import train
 
 MODEL = {"dim": 128, "layers": 4, "heads": 8}
@@ -133,8 +132,7 @@ class _Study:
         command: str,
         quiet: bool,
     ) -> None:
-        if steps is not None and steps < 1:
-            raise InvalidArgument(f"steps is {steps}; it must be at least 1.")
+        check_counts(steps=steps)
         if not 0 < target < 1:
             raise InvalidArgument(f"target is {target}; it must be between 0 and 1, such as 0.1.")
         if model is not None and steps is not None:
@@ -150,10 +148,7 @@ class _Study:
         self.length = (
             TRAINING["length"] if self.given is None else min(TRAINING["length"], self.given.config.max_length)
         )
-        self.corpus = Corpus.build(
-            list(text) or python_library_files(), out / "text", without=[out], length=self.length
-        )
-        self.corpus_name = ", ".join(map(str, text)) or "the source of Python's standard library"
+        self.corpus, self.corpus_name = read_text(text, out, self.length)
         self.vocabulary = self.corpus.vocabulary
         if self.given is not None:
             self.vocabulary = load_vocabulary(Path(str(model)), self.given.config.vocab_size)
@@ -198,18 +193,7 @@ class _Study:
         return kept["steps"]
 
     def _seconds_per_step(self) -> float:
-        config = TrainConfig(**TRAINING, steps=5, device=self.device)
-        model = DecoderLM(self._config()).to(self.where)
-        optimizer, _ = make_optimizer(model, config, self.where)
-
-        def step(number: int) -> None:
-            rows = batch(self.corpus.train, config.length, config.batch, 0, number).to(self.where)
-            model.loss(rows[:, :-1], rows[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            model.embedding.weight[0, 0].item()  # waits for the device
-
-        return seconds_per_step(step)
+        return seconds_per_step(training_step(self._config(), TRAINING, self.corpus, self.device))
 
     def run(self) -> Path:
         sizes, cells = self.plan.sizes, list[Cell]()
@@ -275,7 +259,7 @@ class _Study:
         return load_model(folders(folder)[-1])
 
     def _write(self, cells: Sequence[Cell], wanted: int) -> Path:
-        info, training = self.corpus.info, dict[str, Any]()
+        training = dict[str, Any]()
         if self.training is not None:
             training = self.training.model_dump(mode="json", exclude={"seed", "device"})
         arms, inputs = [arm.record for arm in self.arms], [cell.inputs for cell in cells]
@@ -284,14 +268,7 @@ class _Study:
         record = ApproximationRecord(
             finished=len(cells) == wanted,
             provenance=self.folder.provenance(self.budget, [0], self.device),
-            corpus=CorpusRecord(
-                name=self.corpus_name,
-                sha256=info["sha256"],
-                train_files=info["train"]["files"],
-                heldout_files=info["held_out"]["files"],
-                train_tokens=info["train"]["tokens"],
-                heldout_tokens=info["held_out"]["tokens"],
-            ),
+            corpus=corpus_record(self.corpus, self.corpus_name),
             model=self._config().model_dump(mode="json"),
             training=training,
             model_source=self.source,

@@ -17,13 +17,14 @@ from mercer.models.config import causal_attention
 from mercer.runtime.device import find_device
 from mercer.studies.cost_measure import Shape, Way, machine_rates, planned, planned_seconds, prepare, seconds
 from mercer.studies.cost_summary import conclude, crossings
-from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible
+from mercer.studies.folder import Budget, StudyFolder, check_budget
 from mercer.studies.progress import StudyProgress
 from mercer.studies.records import CostRecord, write_record
 from mercer.studies.records.cost import CostPoint, CostShape, MachineRates, Phase
 from mercer.studies.report import write_page
 from mercer.studies.report.marks import label
 from mercer.studies.report.numbers import duration, size
+from mercer.studies.runner import Study
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 SCORES_LIMIT = 2**30
@@ -80,11 +81,11 @@ def run(
     return _Study(check_budget(budget), Path(out), attentions, device, command, quiet).run()
 
 
-class _Study:
+class _Study(Study[tuple[Phase, int], list[CostPoint]]):
     def __init__(
         self, budget: Budget, out: Path, attentions: Sequence[str], device: str, command: str, quiet: bool
     ) -> None:
-        self.budget, self.out, self.device, self.quiet = budget, out, device, quiet
+        super().__init__(budget, out, device, quiet)
         self.plan = plan = BUDGETS[budget]
         named = [attention_name(*causal_attention(name)) for name in attentions or plan.attentions]
         self.attentions = list(dict.fromkeys(named))
@@ -111,32 +112,25 @@ class _Study:
                 ways += [Way(name, form, "features", phase) for form in forms]
         return ways
 
-    def run(self) -> Path:
-        points: list[CostPoint] = []
-        cells = [(phase, length) for phase in PHASES for length in self.plan.lengths]
-        try:
-            with interruptible(self.out), StudyProgress(len(cells), quiet=self.quiet) as progress:
-                progress.say(f"{len(cells)} lengths and phases, {self.plan.repeats} repeats each, in {self.out}.")
-                page = self._write(points)
-                for place, (phase, length) in enumerate(cells):
-                    name = f"points-{phase}-{length}"
-                    kept = self.folder.remembered(name)
-                    if kept is None:
-                        found = self._cell(phase, length, points, place, progress)
-                        self.folder.remember(name, [point.model_dump(mode="json") for point in found])
-                    else:
-                        found = [CostPoint.model_validate(point) for point in kept]
-                    points += found
-                    page = self._write(points)
-                    progress.update(place + 1, f"{phase}, {length:,} tokens")
-        finally:
-            self.folder.save_work()
-        return page
+    def parts(self) -> list[tuple[Phase, int]]:
+        return [(phase, length) for phase in PHASES for length in self.plan.lengths]
 
-    def _cell(
-        self, phase: Phase, length: int, before: list[CostPoint], place: int, progress: StudyProgress
-    ) -> list[CostPoint]:
+    def opening(self) -> str:
+        return f"{len(self.parts())} lengths and phases, {self.plan.repeats} repeats each, in {self.out}."
+
+    def kept_at(self, part: tuple[Phase, int]) -> tuple[Path, type[list[CostPoint]]]:
+        phase, length = part
+        return self.out / f"points-{phase}-{length}.json", list[CostPoint]
+
+    def measure(self, part: tuple[Phase, int], place: str, progress: StudyProgress) -> list[CostPoint]:
+        return self._cell(*part, progress)
+
+    def _points(self) -> list[CostPoint]:
+        return [point for cell in self.results for point in cell]
+
+    def _cell(self, phase: Phase, length: int, progress: StudyProgress) -> list[CostPoint]:
         """All ways at one phase and length, interleaved."""
+        before = self._points()
         done: dict[Way, CostPoint] = {}
         ready = {}
         for way in self._ways(phase):
@@ -154,7 +148,7 @@ class _Study:
                 times.append(seconds(task, self.shape.device, count)[0] / tokens)
                 share = (repeat + 1) / self.plan.repeats
                 text = f"{phase}, {length:,} tokens: {label(way.attention)} {duration(times[-1])} a token"
-                progress.update(place + 0.99 * share, text)
+                progress.update(self.done + 0.99 * share, text)
         for way, (_, _, _, times) in ready.items():
             low, middle, high = _quartiles(times)
             done[way] = done[way].model_copy(update={"seconds_per_token": middle, "low": low, "high": high})
@@ -202,11 +196,11 @@ class _Study:
             return f"about {duration(expected)} a call, more than {duration(self.plan.slowest)}"
         return None
 
-    def _write(self, points: list[CostPoint]) -> Path:
-        plan = self.plan
+    def write(self) -> Path:
+        plan, points = self.plan, self._points()
         rows = crossings(points) if "softmax" in self.attentions else []
         record = CostRecord(
-            finished=len({(p.phase, p.length) for p in points}) == len(PHASES) * len(plan.lengths),
+            finished=len(self.results) == len(self.parts()),
             provenance=self.folder.provenance(self.budget, [0], self.device),
             shape=CostShape(
                 batch=plan.batch, heads=plan.heads, kv_heads=plan.heads, head_dim=plan.head_dim, dtype="float32",

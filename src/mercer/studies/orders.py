@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mercer.errors import InvalidArgument, NonFinite
+from mercer.errors import NonFinite
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.runtime.device import find_device
-from mercer.runtime.files import read_json, write_json
 from mercer.runtime.words import count
 from mercer.studies.arms import parse_arms
-from mercer.studies.calibration import fitting_steps, seconds_per_step
-from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible, slug
+from mercer.studies.calibration import seconds_per_step
+from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
+from mercer.studies.on_text import corpus_record, curve, read_text, shown, tokens_per_second, training_step
 from mercer.studies.orders_summary import MARGIN, ONE_SEED, conclude, summarize
 from mercer.studies.progress import StudyProgress
-from mercer.studies.records import Corpus as CorpusRecord
 from mercer.studies.records import OrdersRecord, write_record
-from mercer.studies.records.orders import Arm, OrdersTrial, Point
+from mercer.studies.records.orders import Arm, OrdersTrial
 from mercer.studies.report import write_page
 from mercer.studies.report.marks import label
 from mercer.studies.report.numbers import decimal, duration
+from mercer.studies.runner import Study, check_counts
 from mercer.training.checkpoint import folders
 from mercer.training.config import TrainConfig
-from mercer.training.data import Corpus, batch, python_library_files, windows
-from mercer.training.loop import Progress, TrainResult
-from mercer.training.optim import make_optimizer
+from mercer.training.data import windows
 from mercer.training.trainer import train
 
 QUICK = ("softmax", "exp-l2", "exp-l2+gain", "taylor1-l2", "taylor2-l2", "taylor3-l2", "taylor4-l2", "taylor2-sum")
@@ -103,7 +100,7 @@ def run(
     return study.run()
 
 
-class _Study:
+class _Study(Study[tuple[Arm, int], OrdersTrial]):
     def __init__(
         self,
         budget: Budget,
@@ -117,23 +114,17 @@ class _Study:
         command: str,
         quiet: bool,
     ) -> None:
+        super().__init__(budget, out, device, quiet)
         plan = BUDGETS[budget]
-        for name, value in (("seeds", seeds), ("steps", steps)):
-            if value is not None and value < 1:
-                raise InvalidArgument(f"{name} is {value}; it must be at least 1.")
-        if learning_rate is not None and not 0 < learning_rate < math.inf:
-            raise InvalidArgument(f"learning_rate is {learning_rate}; it must be above 0, such as 0.003.")
+        check_counts(seeds, steps, learning_rate)
         self.recipe = TRAINING | ({} if learning_rate is None else {"learning_rate": learning_rate})
-        self.budget, self.out, self.plan, self.device, self.quiet = budget, out, plan, device, quiet
         self.arms = parse_arms(attentions or plan.arms)
         self.seeds = list(range(seeds or plan.seeds))
         find_device(device)
         for arm in self.arms:
             self._model(arm, 0, vocabulary=256)  # a fault here should not wait until the text is read
-        self.corpus = Corpus.build(
-            list(text) or python_library_files(), out / "text", without=[out], length=TRAINING["length"]
-        )
-        self.corpus_name = ", ".join(map(str, text)) or "the source of Python's standard library"
+        self.corpus, self.corpus_name = read_text(text, out, TRAINING["length"])
+        self.notes = self.corpus.notes
         asked = {
             "study": "orders",
             "budget": budget,
@@ -144,8 +135,12 @@ class _Study:
             "sha256": self.corpus.info["sha256"],
         }
         self.folder = StudyFolder(out, asked, command)
-        self.calibration: dict[str, float] = {}
-        self.steps = self._fixed_steps(steps)
+        # an evaluation is a forward pass over its windows, about a third of as many training sequences
+        evaluation = TRAINING["eval_windows"] / TRAINING["batch"] / 3
+        self.steps = self.settle_steps(
+            steps, plan.steps, plan.seconds, lambda: {arm.name: self._seconds_per_step(arm) for arm in self.arms},
+            runs=len(self.seeds), evaluations=(EVALUATIONS + 2) * evaluation,
+        )  # fmt: skip
         self.training = TrainConfig(
             **self.recipe,
             steps=self.steps,
@@ -154,44 +149,8 @@ class _Study:
             checkpoint_every=max(1, self.steps // 4),
         )
 
-    def _fixed_steps(self, asked: int | None) -> int:
-        """The number of steps, the same for every arm, decided once for the whole study."""
-        if asked is not None:
-            return asked
-        if self.plan.seconds is None:
-            return self.plan.steps
-        kept = self.folder.remembered("calibration")
-        if kept is None:
-            StudyProgress(1, quiet=self.quiet).say("Measuring how long a step takes, to fix one number for all.")
-            seconds = {arm.name: self._seconds_per_step(arm) for arm in self.arms}
-            # an evaluation is a forward pass over its windows, about a third of as many training sequences
-            evaluation = TRAINING["eval_windows"] / TRAINING["batch"] / 3
-            steps = fitting_steps(
-                seconds,
-                runs=len(self.seeds),
-                most=self.plan.steps,
-                room=self.plan.seconds - self.folder.seconds,
-                evaluations=(EVALUATIONS + 2) * evaluation,
-            )
-            kept = {"steps": steps, "seconds": seconds}
-            self.folder.remember("calibration", kept)
-        self.calibration = kept["seconds"]
-        return kept["steps"]
-
     def _seconds_per_step(self, arm: Arm) -> float:
-        config = TrainConfig(**self.recipe, steps=5, device=self.device)
-        device = find_device(self.device)
-        model = DecoderLM(self._model(arm, 0)).to(device)
-        optimizer, _ = make_optimizer(model, config, device)
-
-        def step(number: int) -> None:
-            rows = batch(self.corpus.train, config.length, config.batch, 0, number).to(device)
-            model.loss(rows[:, :-1], rows[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            model.embedding.weight[0, 0].item()  # waits for the device
-
-        return seconds_per_step(step)
+        return seconds_per_step(training_step(self._model(arm, 0), self.recipe, self.corpus, self.device))
 
     def _model(self, arm: Arm, seed: int, vocabulary: int | None = None) -> ModelConfig:
         gain = {} if arm.gain_init is None else {"gain": "head", "gain_init": arm.gain_init}
@@ -200,34 +159,16 @@ class _Study:
             max_length=TRAINING["length"],
         )  # fmt: skip
 
-    def run(self) -> Path:
-        trials: list[OrdersTrial] = []
-        order = [(arm, seed) for seed in self.seeds for arm in self.arms]
-        done = {(arm.name, seed): self._kept(arm, seed) for arm, seed in order}
-        before = sum(self.steps for trial in done.values() if trial)
-        try:
-            with interruptible(self.out), StudyProgress(self.steps * len(order), before, quiet=self.quiet) as progress:
-                for note in self.corpus.notes:
-                    progress.say(f"Note: {note}.")
-                progress.say(self._opening(len(order), before))
-                page = self._write(trials)
-                for place, (arm, seed) in enumerate(order):
-                    trial = done[arm.name, seed]
-                    if trial is None:
-                        trial = self._trial(arm, seed, f"{place + 1}/{len(order)}", before, progress)
-                        before += self.steps
-                        final = f"loss {decimal(trial.loss)}" if trial.loss is not None else f"diverged: {trial.reason}"
-                        progress.say(f"{label(arm.name)}, seed {seed}: {final} in {duration(trial.seconds)}")
-                    trials.append(trial)
-                    page = self._write(trials)
-        finally:
-            self.folder.save_work()
-        return page
+    def parts(self) -> list[tuple[Arm, int]]:
+        return [(arm, seed) for seed in self.seeds for arm in self.arms]
 
-    def _opening(self, runs: int, before: int) -> str:
-        text = f"{count(runs, 'run')} of {count(self.steps, 'step')} in {self.out}"
-        if before:
-            return f"Continuing {text}: {before // self.steps} finished."
+    def work(self, part: tuple[Arm, int]) -> float:
+        return self.steps
+
+    def opening(self) -> str:
+        text = f"{count(len(self.parts()), 'run')} of {count(self.steps, 'step')} in {self.out}"
+        if self.done:
+            return f"Continuing {text}: {self.done // self.steps:.0f} finished."
         if self.calibration:
             expected = self.steps * sum(self.calibration.values()) * len(self.seeds)
             text += f", about {duration(expected)} of training"
@@ -236,53 +177,38 @@ class _Study:
     def _folder_of(self, arm: Arm, seed: int) -> Path:
         return self.out / "trials" / f"{slug(arm.name)}-seed{seed}"
 
-    def _kept(self, arm: Arm, seed: int) -> OrdersTrial | None:
-        path = self._folder_of(arm, seed) / "trial.json"
-        return OrdersTrial.model_validate(read_json(path)) if path.exists() else None
+    def kept_at(self, part: tuple[Arm, int]) -> tuple[Path, type[OrdersTrial]]:
+        return self._folder_of(*part) / "trial.json", OrdersTrial
 
-    def _trial(self, arm: Arm, seed: int, place: str, before: int, progress: StudyProgress) -> OrdersTrial:
-        folder = self._folder_of(arm, seed)
-        config = self.training.model_copy(update={"seed": seed})
-        model = self._model(arm, seed)
+    def measure(self, part: tuple[Arm, int], place: str, progress: StudyProgress) -> OrdersTrial:
+        return self._trial(*part, place, progress)
 
-        def show(at: Progress) -> None:
-            for note in at.notes:
-                progress.say(f"Note: {note}.")
-            if at.phase == "start":
-                progress.found_done(at.step)
-            words = "" if at.loss is None else f" loss {decimal(at.loss)}"
-            held = "" if at.held_out is None else f" held out {decimal(at.held_out)}"
-            of_seed = f", seed {seed}" if len(self.seeds) > 1 else ""
-            text = f"{place} {label(arm.name)}{of_seed}: step {at.step}/{at.steps}{words}{held}"
-            progress.update(before + at.step, text)
+    def line(self, part: tuple[Arm, int], result: OrdersTrial) -> str:
+        final = f"loss {decimal(result.loss)}" if result.loss is not None else f"diverged: {result.reason}"
+        return f"{label(result.arm)}, seed {result.seed}: {final} in {duration(result.seconds)}"
 
+    def _trial(self, arm: Arm, seed: int, place: str, progress: StudyProgress) -> OrdersTrial:
+        folder, model = self._folder_of(arm, seed), self._model(arm, seed)
+        of_seed = f", seed {seed}" if len(self.seeds) > 1 else ""
+        show = shown(progress, self.done, f"{place} {label(arm.name)}{of_seed}")
         try:
-            result = train(model, config, self.corpus, folder, show)
+            result = train(model, self.training.model_copy(update={"seed": seed}), self.corpus, folder, show)
         except NonFinite as error:
-            trial = OrdersTrial(
+            return OrdersTrial(
                 arm=arm.name, seed=seed, status="diverged", reason=str(error), steps=0, seconds=0.0, train_curve=[],
                 heldout_curve=[], parameters=DecoderLM(model).parameter_count,
             )  # fmt: skip
-        else:
-            trial = self._finished(arm, seed, result)
-        write_json(folder / "trial.json", trial.model_dump(mode="json"))
-        return trial
-
-    def _finished(self, arm: Arm, seed: int, result: TrainResult) -> OrdersTrial:
-        trained = [event for event in result.metrics if event["event"] == "train"]
-        measured = [event for event in result.metrics if event["event"] == "eval"]
-        speeds = sorted(event["time"]["tokens_per_second"] for event in trained)
         return OrdersTrial(
             arm=arm.name,
             seed=seed,
             parameters=result.parameters,
             steps=result.steps,
-            train_curve=[Point(step=event["step"], loss=event["loss"]) for event in trained],
-            heldout_curve=[Point(step=event["step"], loss=event["loss"]) for event in measured],
+            train_curve=curve(result, "train"),
+            heldout_curve=curve(result, "eval"),
             heldout_blocks=self._blocks(result.folder),
             loss=result.held_out_loss,
             bits_per_byte=result.bits_per_byte,
-            tokens_per_second=speeds[len(speeds) // 2],
+            tokens_per_second=tokens_per_second(result),
             seconds=result.seconds,
         )
 
@@ -295,24 +221,16 @@ class _Study:
         rows = windows(self.corpus.held_out, self.training.length, self.training.eval_windows)
         return [round(model.loss(row[None, :-1], row[None, 1:]).item(), 6) for row in rows]
 
-    def _write(self, trials: list[OrdersTrial]) -> Path:
-        info = self.corpus.info
-        shown = {"seed", "device"}
+    def write(self) -> Path:
+        trials, shown_apart = self.results, {"seed", "device"}
         record = OrdersRecord(
-            finished=len(trials) == len(self.arms) * len(self.seeds),
+            finished=len(trials) == len(self.parts()),
             provenance=self.folder.provenance(self.budget, self.seeds, self.device),
-            corpus=CorpusRecord(
-                name=self.corpus_name,
-                sha256=info["sha256"],
-                train_files=info["train"]["files"],
-                heldout_files=info["held_out"]["files"],
-                train_tokens=info["train"]["tokens"],
-                heldout_tokens=info["held_out"]["tokens"],
-            ),
+            corpus=corpus_record(self.corpus, self.corpus_name),
             model=self._model(self.arms[0], 0).model_dump(
                 mode="json", exclude={"attention", "gain", "gain_init", "seed"}
             ),
-            training=self.training.model_dump(mode="json", exclude=shown),
+            training=self.training.model_dump(mode="json", exclude=shown_apart),
             calibration=self.calibration,
             equivalence_margin=MARGIN,
             seed_allowance=ONE_SEED,

@@ -11,10 +11,9 @@ from mercer.errors import InvalidArgument, NonFinite
 from mercer.models.config import ModelConfig, causal_attention
 from mercer.models.decoder import DecoderLM
 from mercer.runtime.device import find_device
-from mercer.runtime.files import read_json, write_json
 from mercer.runtime.words import count
-from mercer.studies.calibration import fitting_steps, seconds_per_step
-from mercer.studies.folder import Budget, StudyFolder, check_budget, interruptible, slug
+from mercer.studies.calibration import seconds_per_step
+from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
 from mercer.studies.mqar import Recall
 from mercer.studies.progress import StudyProgress
 from mercer.studies.recall_summary import capacities, conclude, summarize
@@ -24,6 +23,7 @@ from mercer.studies.records.recall import RecallTask, RecallTrial
 from mercer.studies.report import write_page
 from mercer.studies.report.marks import label
 from mercer.studies.report.numbers import duration
+from mercer.studies.runner import Study, check_counts
 from mercer.training.config import TrainConfig
 
 LAYERS = 2
@@ -98,7 +98,11 @@ def run(
     return _Study(check_budget(budget), Path(out), attentions, seeds, steps, device, command, quiet).run()
 
 
-class _Study:
+Part = tuple[str, int, float, int]
+"""An attention, a width, a learning rate and a seed."""
+
+
+class _Study(Study[Part, RecallTrial]):
     def __init__(
         self,
         budget: Budget,
@@ -110,10 +114,8 @@ class _Study:
         command: str,
         quiet: bool,
     ) -> None:
-        for name, value in (("seeds", seeds), ("steps", steps)):
-            if value is not None and value < 1:
-                raise InvalidArgument(f"{name} is {value}; it must be at least 1.")
-        self.budget, self.out, self.device, self.quiet = budget, out, device, quiet
+        super().__init__(budget, out, device, quiet)
+        check_counts(seeds, steps)
         self.plan = plan = BUDGETS[budget]
         self.attentions = list(dict.fromkeys(_canonical(name) for name in attentions or plan.attentions))
         self.seeds = list(range(seeds or plan.seeds))
@@ -127,27 +129,11 @@ class _Study:
             "steps": steps,
         }
         self.folder = StudyFolder(out, asked, command)
-        self.calibration: dict[str, float] = {}
-        self.steps = self._fixed_steps(steps)
-
-    def _fixed_steps(self, asked: int | None) -> int:
-        if asked is not None or self.plan.seconds is None:
-            return asked or self.plan.steps
-        kept = self.folder.remembered("calibration")
-        if kept is None:
-            StudyProgress(1, quiet=self.quiet).say("Measuring how long a step takes, to fix one number for all.")
-            seconds = {name: self._seconds_per_step(name) for name in self.attentions}
-            steps = fitting_steps(
-                seconds,
-                runs=len(self.plan.rates) * len(self.plan.dims) * len(self.seeds),
-                most=self.plan.steps,
-                room=self.plan.seconds - self.folder.seconds,
-                evaluations=2 * len(self.tasks) * self.plan.held_out / self.plan.batch / 3,
-            )
-            kept = {"steps": steps, "seconds": seconds}
-            self.folder.remember("calibration", kept)
-        self.calibration = kept["seconds"]
-        return kept["steps"]
+        self.steps = self.settle_steps(
+            steps, plan.steps, plan.seconds, lambda: {name: self._seconds_per_step(name) for name in self.attentions},
+            runs=len(plan.rates) * len(plan.dims) * len(self.seeds),
+            evaluations=2 * len(self.tasks) * plan.held_out / plan.batch / 3,
+        )  # fmt: skip
 
     def _seconds_per_step(self, name: str) -> float:
         """The mean over the tasks, which take turns."""
@@ -173,7 +159,7 @@ class _Study:
         )  # fmt: skip
         return Setting(model, train, self.tasks, plan.held_out)
 
-    def _order(self) -> list[tuple[str, int, float, int]]:
+    def parts(self) -> list[Part]:
         plan = self.plan
         return [
             (name, dim, rate, seed)
@@ -183,45 +169,30 @@ class _Study:
             for rate in plan.rates
         ]
 
-    def run(self) -> Path:
-        order, trials = self._order(), list[RecallTrial]()
-        kept = {key: self._kept(*key) for key in order}
-        before = sum(self.steps for trial in kept.values() if trial)
-        try:
-            with interruptible(self.out), StudyProgress(self.steps * len(order), before, quiet=self.quiet) as progress:
-                progress.say(
-                    f"{count(len(order), 'run')} of {count(self.steps, 'step')} in {self.out}"
-                    + (f": {before // self.steps} finished." if before else ".")
-                )
-                page = self._write(trials)
-                for place, key in enumerate(order):
-                    trial = kept[key]
-                    if trial is None:
-                        trial = self._trial(*key, f"{place + 1}/{len(order)}", before, progress)
-                        before += self.steps
-                        progress.say(_line(trial))
-                    trials.append(trial)
-                    page = self._write(trials)
-        finally:
-            self.folder.save_work()
-        return page
+    def work(self, part: Part) -> float:
+        return self.steps
+
+    def opening(self) -> str:
+        text = f"{count(len(self.parts()), 'run')} of {count(self.steps, 'step')} in {self.out}"
+        return f"{text}: {self.done // self.steps:.0f} finished." if self.done else f"{text}."
 
     def _folder_of(self, name: str, dim: int, rate: float, seed: int) -> Path:
         return self.out / "trials" / f"{slug(name)}-width{dim}-rate{rate:g}-seed{seed}"
 
-    def _kept(self, name: str, dim: int, rate: float, seed: int) -> RecallTrial | None:
-        path = self._folder_of(name, dim, rate, seed) / "trial.json"
-        return RecallTrial.model_validate(read_json(path)) if path.exists() else None
+    def kept_at(self, part: Part) -> tuple[Path, type[RecallTrial]]:
+        return self._folder_of(*part) / "trial.json", RecallTrial
 
-    def _trial(
-        self, name: str, dim: int, rate: float, seed: int, place: str, before: int, progress: StudyProgress
-    ) -> RecallTrial:
-        folder = self._folder_of(name, dim, rate, seed)
+    def line(self, part: Part, result: RecallTrial) -> str:
+        return _line(result)
+
+    def measure(self, part: Part, place: str, progress: StudyProgress) -> RecallTrial:
+        name, dim, rate, seed = part
+        folder = self._folder_of(*part)
         setting = self._setting(name, dim, rate, seed, self.steps)
 
         def show(done: int, loss: float) -> None:
             text = f"{place} {label(name)}, rate {rate:g}: step {done}/{self.steps} loss {loss:.3f}"
-            progress.update(before + done, text)
+            progress.update(self.done + done, text)
 
         common = {"attention": name, "dim": dim, "learning_rate": rate, "seed": seed}
         parameters = DecoderLM(setting.model).parameter_count
@@ -231,19 +202,17 @@ class _Study:
         progress.found_done(runner.at)
         try:
             seconds = runner.train(show)
-            trial = RecallTrial(
+            return RecallTrial(
                 **common, results=runner.evaluate(), steps=self.steps, seconds=seconds, parameters=parameters
             )
         except NonFinite as error:
-            trial = RecallTrial(
+            return RecallTrial(
                 **common, status="diverged", reason=str(error), results=[], steps=runner.at, seconds=0.0,
                 parameters=parameters,
             )  # fmt: skip
-        write_json(folder / "trial.json", trial.model_dump(mode="json"))
-        return trial
 
-    def _write(self, trials: list[RecallTrial]) -> Path:
-        plan = self.plan
+    def write(self) -> Path:
+        plan, trials = self.plan, self.results
         task = RecallTask(
             vocabulary=plan.vocabulary, pairs=list(plan.pairs), length_per_pair=plan.length_per_pair,
             power=self.tasks[0].power, heldout_sequences=plan.held_out,
@@ -253,7 +222,7 @@ class _Study:
         setting = self._setting(self.attentions[0], plan.dims[0], plan.rates[0], 0, self.steps)
         rates = {"learning_rates": list(plan.rates)}
         record = RecallRecord(
-            finished=len(trials) == len(self._order()),
+            finished=len(trials) == len(self.parts()),
             provenance=self.folder.provenance(self.budget, self.seeds, self.device),
             task=task,
             model=setting.model.model_dump(mode="json", exclude={"attention", "dim", "gain", "gain_init", "seed"}),
