@@ -61,6 +61,25 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Decoder language models: of each name the class and its configuration."""
 
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", _llama_like()),
+    "bert, bare": ("BertModel", _llama_like(hidden_act="gelu_new", layer_norm_eps=1e-5)),
+    "bert, classes": ("BertForSequenceClassification", _llama_like(num_labels=3)),
+    "big_bird": ("BigBirdForMaskedLM", _llama_like(block_size=4, num_random_blocks=1)),
+    "big_bird, full": ("BigBirdForMaskedLM", _llama_like(block_size=16, rescale_embeddings=True)),
+    "longformer": ("LongformerForMaskedLM", _llama_like(attention_window=[4, 8], max_position_embeddings=131)),
+    "esm": ("EsmForMaskedLM", _llama_like(position_embedding_type="rotary", mask_token_id=3)),
+    "esm, absolute": (
+        "EsmForMaskedLM",
+        _llama_like(mask_token_id=3, emb_layer_norm_before=True, layer_norm_eps=1e-5),
+    ),
+    "esm, masked": (
+        "EsmForMaskedLM",
+        _llama_like(position_embedding_type="rotary", mask_token_id=7, token_dropout=True),
+    ),
+}
+"""Encoders of tokens: of each name the class and its configuration."""
+
 
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:
     """Matrices N(0, 0.3^2); vectors (biases, norms) moved by N(0, 0.1^2)."""

@@ -43,6 +43,10 @@ _HOMES = {
     "mixtral": "mixtral",
     "gemma": "gemma",
     "bloom": "bloom",
+    "bert": "bert",
+    "big_bird": "bert",
+    "longformer": "longformer",
+    "esm": "esm",
     "gptj": "gptj",
     "gpt_neox": "gpt_neox",
 }
@@ -91,8 +95,4 @@ def family_of(config: Any) -> Family:
 
 def config_values(family: Family, config: Any) -> Mapping[str, Any]:
     """A whole config.json."""
-    return {
-        "architectures": [family.architectures[0]],
-        "model_type": family.name,
-        **family.write_config(config),
-    }
+    return {"architectures": [family.architectures[0]], "model_type": family.name} | family.write_config(config)

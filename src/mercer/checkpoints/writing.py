@@ -54,7 +54,7 @@ def save(
         raise InvalidArgument(f"{folder} is not an empty folder; name a new one")
     parameters = dict(model.named_parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})
-    values |= {**(extra or {}), "architectures": [chosen.architectures[0]], "model_type": chosen.name}
+    values = {**(extra or {}), **values}
     values["dtype"] = dtypes[0] if len(dtypes) == 1 else "float32"
     tensors: dict[str, Tensor] = {}
     for rule in chosen.names(config).rules:

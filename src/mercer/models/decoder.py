@@ -13,6 +13,7 @@ from mercer.errors import InvalidArgument
 from mercer.models.bricks import make_attention, make_block, make_norm
 from mercer.models.config import ModelConfig
 from mercer.models.initial import generator_of, initialise
+from mercer.models.shared import sharing
 from mercer.models.visibility import causal_structure
 from mercer.nn.block import Block
 from mercer.nn.loss import default_block, linear_cross_entropy
@@ -109,15 +110,7 @@ class DecoderLM(nn.Module):
         Raises:
             InvalidArgument: a name is unknown, or does not go with this configuration.
         """
-        names = attention if isinstance(attention, str) else tuple(attention)
-        with torch.device("meta"):  # shapes alone; only what a kernel brings along has values
-            twin = DecoderLM(ModelConfig(**{**self.config.model_dump(), "attention": names}))
-        old = dict(self.named_parameters())
-        for path, module in twin.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    module._parameters[name] = old[f"{path}.{name}".removeprefix(".")]
-        return twin.to(self.embedding.weight.device).train(self.training)
+        return sharing(self, attention)
 
     @property
     def parameter_count(self) -> int:

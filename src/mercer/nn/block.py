@@ -10,6 +10,7 @@ from mercer.errors import InvalidArgument
 from mercer.nn.attention import Attention
 from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
+from mercer.nn.longformer import LongformerAttention
 from mercer.nn.norms import LayerNorm, RMSNorm
 from mercer.nn.routing import Routing
 
@@ -31,7 +32,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        attention: Attention,
+        attention: Attention | LongformerAttention,
         feedforward: FeedForward | Experts,
         attention_norm: LayerNorm | RMSNorm,
         feedforward_norm: LayerNorm | RMSNorm | None,
@@ -74,6 +75,7 @@ class Block(nn.Module):
         state: State | None = None,
         routings: list[Routing] | None = None,
         return_state: Literal[False] = False,
+        global_mask: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -97,15 +99,24 @@ class Block(nn.Module):
         state: State | None = None,
         routings: list[Routing] | None = None,
         return_state: bool = False,
+        global_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, State]:
         """x: [B, L, dim]; padding: bool [B, L], True for real tokens; structure: composed with the attention's own for
-        this call; routings: a list that the routing of experts, if there are any, is appended to. Returns x's shape,
-        and the state if asked.
+        this call; routings: a list that the routing of experts, if there are any, is appended to; global_mask: as
+        `LongformerAttention` takes it, which has neither a structure nor a state. Returns x's shape, and the state if
+        asked.
         """
+        sparse = isinstance(self.attention, LongformerAttention)
+        if sparse and (structure is not None or state is not None or return_state):
+            raise InvalidArgument("LongformerAttention takes neither a structure nor a state")
+        if global_mask is not None and not sparse:
+            raise InvalidArgument("global_mask is for LongformerAttention")
         post = self.norm_position == "post"
         read = x if post else self.attention_norm(x)
         after: State | None = None
-        if return_state:
+        if sparse:
+            mixed = self.attention(read, global_mask=global_mask, padding=padding)
+        elif return_state:
             mixed, after = self.attention(read, padding=padding, structure=structure, state=state, return_state=True)
         else:
             mixed = self.attention(read, padding=padding, structure=structure, state=state)

@@ -8,6 +8,7 @@ from typing import Any
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, Rule, Twin, same
 from mercer.errors import Unsupported
+from mercer.models.block_config import BlockConfig
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.nn.activations import default_hidden
@@ -55,7 +56,7 @@ def write_rope(config: ModelConfig, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": parameters, "max_position_embeddings": config.max_length}
 
 
-def refuse_all_but(config: ModelConfig, family: str, **allowed: Any) -> None:
+def refuse_all_but(config: BlockConfig, family: str, **allowed: Any) -> None:
     """Refuse a configuration that the family has no key for.
 
     allowed: of each field the values that can be said: a collection, or None for any. Fields that are not mentioned
@@ -65,7 +66,7 @@ def refuse_all_but(config: ModelConfig, family: str, **allowed: Any) -> None:
         Unsupported: a field has another value.
     """
     training = {"seed", "init_std", "allow_longer"}
-    for name, field in ModelConfig.model_fields.items():
+    for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         if name in training or name in ("vocab_size", "dim", "layers", "heads"):
             continue
