@@ -7,7 +7,7 @@ from tests.tolerance import assert_close
 from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Taylor
 from mercer.core.log_weights import Decay
 from mercer.core.normalizers import L2, Identity, Sum
-from mercer.core.structures import Causal
+from mercer.core.structures import Causal, Documents
 from mercer.errors import NonFinite
 from mercer.ops import attention
 
@@ -73,6 +73,24 @@ def test_autocast_around_a_call_changes_nothing(kernel: Kernel, form: str, path:
     for a, b in zip(inside, plain, strict=True):
         assert a.dtype == torch.float32
         assert_close(a, b, 40, form)
+
+
+@pytest.mark.parametrize("around", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("kernel", "path"), [(Exp(), "pairs"), (Taylor(2), "features")], ids=str)
+def test_autocast_around_packed_documents_changes_nothing(kernel, path, dtype, around, generator: torch.Generator):
+    """Rows of the one half precision under autocast to the other were refused by torch where they are put back."""
+    tensors = [torch.randn(1, 2, 9, 4, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    options = {"kernel": kernel, "path": path, "structure": Causal() & Documents(torch.tensor([0, 2, 2, 9]))}
+
+    plain = attention(*tensors, **options, return_state=True, return_lse=True)
+    with torch.autocast("cpu", around):
+        found = attention(*tensors, **options, return_state=True, return_lse=True)
+    for actual, expected in ((found[0], plain[0]), (found[2], plain[2])):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    grads = [torch.autograd.grad(out.float().square().sum() + lse.sum(), tensors) for out, _, lse in (found, plain)]
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("normalizer", [Sum(), L2(), Identity()], ids=str)

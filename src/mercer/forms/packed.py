@@ -24,6 +24,14 @@ from mercer.forms.run import run
 
 def run_documents(call: Call) -> tuple[Tensor, State | None, Tensor | None]:
     """Compute a call with :class:`~mercer.Documents`, document by document in batches of similar length."""
+    kind = call.query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return _run_documents(call)
+    with torch.autocast(kind, enabled=False):  # it puts no rows of another half precision in their places
+        return _run_documents(call)
+
+
+def _run_documents(call: Call) -> tuple[Tensor, State | None, Tensor | None]:
     assert call.merged.documents is not None
     batch, length = call.query.shape[0], call.query.shape[2]
     if call.key.shape[2] != length:
