@@ -315,7 +315,7 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     elif decodes:
         able["numba"] = False
     elif fused:
-        able["numba"] = softmax.worth_while(sizes)
+        able["numba"] = softmax.worth_while(sizes, merged)
     able["flex"] = able["flex"] and not able["sdpa"]  # where both serve, torch's own masks are the faster
     seconds = {name: call.seconds(form, path, name) for name, ok in able.items() if ok}
     chosen = min(seconds, key=lambda name: seconds[name])

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from mercer.backends import softmax_table as at
 from mercer.backends.sharing import installed, share, share_each, threads_for
+from mercer.core.cost import visible_pairs
 from mercer.core.first_order import first_order
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.layout import Layout
 from mercer.core.merged import Merged
 from mercer.core.normalizers import Normalizer
+from mercer.core.places import Place
+from mercer.core.structures import Pattern
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
 
@@ -99,7 +102,7 @@ class Sight:
 def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
     """Whether the kernels compute this combination: sums in float32 on the CPU, no decay, slopes without gradient.
 
-    Packed documents come as padded batches.
+    Packed documents come as padded batches; patterns have kernels of their own (:mod:`mercer.backends.sparse_softmax`).
     """
     slopes = None if merged.alibi is None else merged.alibi.slopes
     return (
@@ -108,8 +111,8 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
         and normalizer.takes_divided_rows
         and merged.decay is None
         and merged.relative is None
-        and not merged.patterns
         and not merged.pairwise
+        and all(map(_weighs_alike, merged.patterns))
         and not (slopes is not None and slopes.requires_grad and torch.is_grad_enabled())
         and sizes.query_length > 0
         and sizes.key_length + sizes.past_length > 0
@@ -121,10 +124,20 @@ def serves(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes)
     )
 
 
-def worth_while(sizes: Sizes) -> bool:
+def _weighs_alike(pattern: Pattern) -> bool:
+    """Whether what a pattern weighs pairs by, if anything, is the same in all rows and heads."""
+    if not pattern.weighs:
+        return True
+    at, two = torch.zeros(1, 1, 1, 1, dtype=torch.int64), torch.arange(2)
+    weight = pattern.log_weight(Place(at, at, at + 1, two.view(2, 1, 1, 1), two.view(1, 2, 1, 1)))
+    return weight is None or weight.shape[:2] == (1, 1)
+
+
+def worth_while(sizes: Sizes, merged: Merged) -> bool:
     """Whether there is work enough to pay for the kernels' start."""
     keys = sizes.key_length + sizes.past_length
-    return sizes.batch * sizes.query_heads * sizes.query_length * keys >= LEAST_PAIRS
+    pairs = visible_pairs(merged, sizes) if merged.patterns else sizes.query_length * keys
+    return sizes.batch * sizes.query_heads * pairs >= LEAST_PAIRS
 
 
 def narrow(*dtypes: torch.dtype) -> bool:
@@ -219,18 +232,38 @@ class _Softmax(torch.autograd.Function):
         return *grads, None, None, None
 
 
-class _Pass:
-    """The tables that a call's kernels take, and the tensors that they point into."""
+class Tables:
+    """The tables that a call's kernels take, and the tensors that they point into; queries, keys and values come first.
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Sight) -> None:
+    Args:
+        query, key, value, scale: of the call.
+        tensors, sizes: how many rows and entries the tables have.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tensors: int, sizes: int) -> None:
         self.query, self.key, self.value = query, key, value
         self.scale = float(scale)
-        self.tensors = np.zeros((at.TENSORS, 5), np.int64)
-        self.sizes = np.zeros(at.SIZES, np.int64)
+        self.tensors = np.zeros((tensors, 5), np.int64)
+        self.sizes = np.zeros(sizes, np.int64)
         self.kept: list[Tensor] = []
         self.narrow = narrow(query.dtype, key.dtype, value.dtype)
-        for row, x in ((at.QUERY, query), (at.KEY, key), (at.VALUE, value)):
-            self.put(row, _rows(x))
+        for row, x in enumerate((query, key, value)):
+            self.put(row, rows_of(x))
+
+    def put(self, row: int, x: Tensor) -> None:
+        """Enter a tensor [B, H, L, ...], [b, L] or [H] in the table and keep it alive."""
+        strides = [n * x.element_size() for n in x.stride()]
+        if x.dim() == 2:  # positions: by batch entry, the same for all heads, where there is more than one
+            strides = [strides[0] if x.shape[0] > 1 else 0, 0, strides[1]]
+        self.tensors[row] = x.data_ptr(), x.dtype == torch.bfloat16, *(*strides, 0, 0)[:3]
+        self.kept.append(x)
+
+
+class _Pass(Tables):
+    """The tables of a band."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Sight) -> None:
+        super().__init__(query, key, value, scale, at.TENSORS, at.SIZES)
         self.tiles = -(-query.shape[2] // LANES), -(-key.shape[2] // LANES)
         if not all(self.tiles):
             return
@@ -250,14 +283,6 @@ class _Pass:
         self.sizes[: len(sizes)] = sizes
         self.sizes[at.NARROW] = self.narrow
 
-    def put(self, row: int, x: Tensor) -> None:
-        """Enter a tensor [B, H, L, ...], [b, L] or [H] in the table and keep it alive."""
-        strides = [n * x.element_size() for n in x.stride()]
-        if x.dim() == 2:  # positions: by batch entry, the same for all heads, where there is more than one
-            strides = [strides[0] if x.shape[0] > 1 else 0, 0, strides[1]]
-        self.tensors[row] = x.data_ptr(), x.dtype == torch.bfloat16, *(*strides, 0, 0)[:3]
-        self.kept.append(x)
-
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Rows, in ``dtype`` if products are of that too, else in float32; and their log-sums."""
         if not self.query.numel() or not self.key.numel():
@@ -267,7 +292,7 @@ class _Pass:
         pack_keys, attend, _ = compiled()
         batch, heads, queries, dim = self.query.shape
         width, (query_tiles, key_tiles) = self.value.shape[3], self.tiles
-        out = _laid_out(self.query, width, dtype if self.narrow and dtype == torch.bfloat16 else torch.float32)
+        out = laid_out(self.query, width, dtype if self.narrow and dtype == torch.bfloat16 else torch.float32)
         log_sum = torch.empty(batch, heads, queries)
         self.put(at.OUT, out)
         self.put(at.LOG_SUM, log_sum)
@@ -282,7 +307,7 @@ class _Pass:
         self.sizes[at.CHUNK] = chunk
         items = batch * heads * -(-query_tiles // chunk)
         blocks = self.key.shape[0] * self.key.shape[1] * key_tiles
-        work = _scratch(threads_for(max(items, blocks)), room(dim, width, chunk))
+        work = scratch(threads_for(max(items, blocks)), room(dim, width, chunk))
         tables = self.tensors, self.sizes
         share(blocks, lambda thread, start, stop: pack_keys(*tables, work[thread].data_ptr(), start, stop))
         share_each(items, lambda thread, item: attend(*tables, self.scale, work[thread].data_ptr(), item))
@@ -307,8 +332,8 @@ class _Pass:
         _, _, retrace = compiled()
         batch, heads, _, dim = self.key.shape
         width, (query_tiles, key_tiles) = self.value.shape[3], self.tiles
-        self.put(at.OUT, _rows(out))
-        self.put(at.UPSTREAM, _rows(grad_out))
+        self.put(at.OUT, rows_of(out))
+        self.put(at.UPSTREAM, rows_of(grad_out))
         self.put(at.LOG_SUM, log_sum.float().contiguous())
         if grad_log_sum is not None:
             self.put(at.LOG_UPSTREAM, grad_log_sum.float().contiguous())
@@ -317,7 +342,7 @@ class _Pass:
         splits = -(-key_tiles // split)
         self.sizes[at.SPLIT], self.sizes[at.SPLITS] = split, splits
         grads = [
-            _laid_out(x, x.shape[3], kind if kind == torch.bfloat16 else torch.float32)
+            laid_out(x, x.shape[3], kind if kind == torch.bfloat16 else torch.float32)
             for x, kind in zip(inputs, dtypes, strict=True)
         ]
         parts = None
@@ -330,7 +355,7 @@ class _Pass:
         self.put(at.GRAD_KEY, grads[1])
         self.put(at.GRAD_VALUE, grads[2])
         items = batch * heads * splits
-        work = _scratch(threads_for(items), room(dim, width, query_tiles, split))
+        work = scratch(threads_for(items), room(dim, width, query_tiles, split))
         tables = self.tensors, self.sizes
         share_each(items, lambda thread, item: retrace(*tables, self.scale, work[thread].data_ptr(), item))
         if parts is not None:
@@ -339,7 +364,7 @@ class _Pass:
         return query, key, value
 
 
-def _scratch(threads: int, size: int) -> Tensor:
+def scratch(threads: int, size: int) -> Tensor:
     """Memory for each thread, apart from that of the others."""
     return torch.empty(threads, size // 4 + 1024)
 
@@ -353,24 +378,24 @@ def _places(positions: Tensor, valid: Tensor | None, tiles: int, hidden: int) ->
     return places, by_tile.amin(2), by_tile.amax(2)
 
 
-def _laid_out(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def laid_out(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Empty `[B, H, L, width]`, in memory `[B, L, H, width]` as projections read it."""
     batch, heads, length = like.shape[:3]
     return torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """In float32 or bfloat16, the numbers of a row side by side."""
     x = x.detach()
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> None:
-    """Raise InvalidArgument or Unsupported for what the kernels would misread: they check nothing."""
+def check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise InvalidArgument or Unsupported for tensors that the kernels would misread: they check nothing."""
     if any(x.dim() != 4 for x in (query, key, value)):
         raise InvalidArgument("softmax_attention: query, key and value must be [B, H, L, D].")
-    batch, heads, length, dim = key.shape
+    batch, heads, _, dim = key.shape
     if (
         query.shape[0] != batch
         or query.shape[3] != dim
@@ -387,6 +412,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> None:
         )
     if any(x.device.type != "cpu" or x.dtype == torch.float64 for x in (query, key, value)):
         raise Unsupported("softmax_attention computes in float32 on the CPU: use backend='torch' for anything else.")
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> None:
+    """The same, and for what a sight says of them."""
+    check(query, key, value)
+    batch, length = key.shape[0], key.shape[2]
     if any(x is not None and x < 0 for x in (sight.left, sight.right)):
         raise InvalidArgument(f"softmax_attention: left and right must be 0 or more, not {sight.left}, {sight.right}.")
     for name, x, tokens in (

@@ -337,6 +337,29 @@ def veil(b: Any, scores: Any, keys: Any, queries: Any, left: Any, span: Any, slo
     return best
 
 
+@_primitive(vector, address, address, vector)
+def veil_bits(b: Any, scores: Any, bits: Any, best: Any) -> Any:
+    """The scores of 16 keys become -infinity where the key's 16 bits are 0; gives the largest by lane."""
+    for r in range(LANES):
+        seen = b.bitcast(_load(b, bits, 2 * r, I16, 2), ir.VectorType(ir.IntType(1), LANES))
+        s = b.select(seen, _load(b, scores, r * ROW), _constant(-math.inf))
+        best = _largest(b, s, best)
+        _store(b, s, scores, r * ROW)
+    return best
+
+
+@_primitive(vector, address, address, vector)
+def add_weights(b: Any, scores: Any, weights: Any, best: Any) -> Any:
+    """Log-weights are added to the scores of 16 keys, which are hidden where these are -infinity; gives the largest."""
+    for r in range(LANES):
+        weight = _load(b, weights, r * ROW)
+        hidden = b.fcmp_ordered("==", weight, _constant(-math.inf))
+        s = b.select(hidden, weight, b.fadd(_load(b, scores, r * ROW), weight))
+        best = _largest(b, s, best)
+        _store(b, s, scores, r * ROW)
+    return best
+
+
 @_primitive(vector, vector, vector)
 def largest(b: Any, x: Any, y: Any) -> Any:
     """max(x, y); a NaN in x is left out."""

@@ -150,6 +150,9 @@ class _ChosenInRows(Pattern):
     def plain(self) -> Pattern:
         return _Chosen(tuple(sorted({p for p in self.table.flatten().tolist() if p >= 0})), self.of_keys, exact=False)
 
+    def in_row(self, row: int) -> Pattern:
+        return _Chosen(tuple(sorted({p for p in self.table[row].tolist() if p >= 0})), self.of_keys)
+
 
 @dataclass(frozen=True, eq=False)
 class Global(Pattern):
@@ -315,6 +318,9 @@ class Prefix(Pattern):
 
     def plain(self) -> Pattern:
         return _Chosen(tuple(range(self.longest)), True, exact=False) if self.per_row else self
+
+    def in_row(self, row: int) -> Pattern:
+        return Prefix(int(self.length[row])) if isinstance(self.length, Tensor) else self
 
     def sees(self, at: Place) -> Tensor:
         if not isinstance(self.length, Tensor):

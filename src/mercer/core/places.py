@@ -77,3 +77,14 @@ class Candidates:
     step: int = 1
     queries: tuple[int, ...] | None = None
     block: int | None = None
+
+
+def firsts(positions: Tensor, valid: Tensor | None) -> list[int | None]:
+    """The position of the first token of each row, None for rows without any; tokens that are there stand first."""
+    if not positions.shape[1]:
+        return [None]
+    if valid is None:
+        return list(positions[:, 0].tolist())
+    both = torch.broadcast_shapes(positions.shape, valid.shape)
+    found, there = positions.expand(both)[:, 0].tolist(), valid.expand(both)[:, 0].tolist()
+    return [first if real else None for first, real in zip(found, there, strict=True)]

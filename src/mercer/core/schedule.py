@@ -76,8 +76,8 @@ class Schedule:
     visible: int
 
 
-def schedule(terms: Terms, geometry: Geometry) -> Schedule:
-    """Tiles for a union of intersections; the last ones made are kept."""
+def schedule(terms: Terms, geometry: Geometry, rows: int | None = None) -> Schedule:
+    """Tiles for a union of intersections, of ``rows`` queries (default ``ROWS``); the last ones made are kept."""
     patterns = [p for together in terms for p in together]
     asks = any(p.asks for p in patterns)
     asked = replace(
@@ -86,28 +86,28 @@ def schedule(terms: Terms, geometry: Geometry) -> Schedule:
         heads=geometry.heads if asks or any(p.per_head for p in patterns) else (0, 1),
         totals=geometry.totals if any(p.needs_length for p in patterns) else (),
     )
-    return _schedule(tuple(tuple(p.plain() for p in together) for together in terms), asked)
+    return _schedule(tuple(tuple(p.plain() for p in together) for together in terms), asked, rows or ROWS)
 
 
 @lru_cache(maxsize=128)
-def _schedule(terms: Terms, geometry: Geometry) -> Schedule:
-    builder = _Builder(terms, geometry)
+def _schedule(terms: Terms, geometry: Geometry, rows: int) -> Schedule:
+    builder = _Builder(terms, geometry, rows)
     tiles = tuple(builder.tiles())
     return Schedule(tiles, builder.pairs, builder.visible)
 
 
 class _Builder:
-    def __init__(self, terms: Terms, geometry: Geometry) -> None:
-        self.terms, self.geometry = terms, geometry
+    def __init__(self, terms: Terms, geometry: Geometry, rows: int) -> None:
+        self.terms, self.geometry, self.rows = terms, geometry, rows
         self.exact = len(geometry.totals) < 2 or not any(p.needs_length for one in terms for p in one)
         self.exact = self.exact and all(p.exact for one in terms for p in one)
         self.found = [[p.candidates(geometry) for p in together] for together in terms]
         self.drivers = [self._driver(i) for i in range(len(terms))]
         self.pairs = self.visible = 0
         self.masks: dict[tuple[tuple[int, ...], bytes], Tensor] = {}
-        rows = torch.arange(geometry.rows, device=geometry.device).view(-1, 1, 1, 1)
+        every_row = torch.arange(geometry.rows, device=geometry.device).view(-1, 1, 1, 1)
         heads = torch.arange(*geometry.heads, device=geometry.device).view(1, -1, 1, 1)
-        self.row, self.head = rows, heads
+        self.row, self.head = every_row, heads
         totals = geometry.totals or (0,)
         self.total = torch.tensor(totals[-1:], device=geometry.device).view(1, 1, 1, 1)
 
@@ -120,8 +120,8 @@ class _Builder:
             chosen = np.unique(np.concatenate([np.array(q, dtype=np.int64) for q in own]))
             chosen = chosen[(chosen >= first) & (chosen < first + count)]
             left = np.setdiff1d(left, chosen, assume_unique=True)
-            for start in range(0, len(chosen), ROWS):
-                yield from self._tile(chosen[start : start + ROWS], everyone, (), True)
+            for start in range(0, len(chosen), self.rows):
+                yield from self._tile(chosen[start : start + self.rows], everyone, (), True)
         before: tuple[int, ...] = ()
         steps = sorted({d.step for d in self.drivers if d.queries is None})
         for step in steps:
@@ -133,17 +133,17 @@ class _Builder:
     def _runs(self, left: Positions, step: int, shown: tuple[int, ...]) -> Iterator[Positions]:
         """The queries cut into tiles; blocks are not cut where that can be helped."""
         blocks = [d.block for i in shown for d in self.found[i] if d.block is not None]
-        unit = max((b for b in blocks if b <= 2 * ROWS), default=max(blocks, default=0))
+        unit = max((b for b in blocks if b <= 2 * self.rows), default=max(blocks, default=0))
         longest = -(-(int(left[-1]) - int(left[0]) + 1) // step) if len(left) else 1
-        together = max(1, ROWS // longest) if step > 1 else 1  # short runs share a tile
+        together = max(1, self.rows // longest) if step > 1 else 1  # short runs share a tile
         for residue in range(0, step, together):
             mine = left[(left % step >= residue) & (left % step < residue + together)] if step > 1 else left
             if step > 1 or not unit:
-                edges = np.arange(ROWS, len(mine), ROWS)
+                edges = np.arange(self.rows, len(mine), self.rows)
             else:  # tiles end where blocks do
-                whole = max(1, ROWS // unit) * unit if unit <= 2 * ROWS else unit
+                whole = max(1, self.rows // unit) * unit if unit <= 2 * self.rows else unit
                 inside = mine // whole
-                size = whole if unit <= 2 * ROWS else ROWS
+                size = whole if unit <= 2 * self.rows else self.rows
                 piece = (mine % whole) // size
                 edges = np.flatnonzero(np.diff(inside * (whole // size + 1) + piece)) + 1
             yield from (run for run in np.split(mine, edges) if len(run))
@@ -159,7 +159,7 @@ class _Builder:
         starts = range(geometry.first_query, geometry.first_query + count, max(1, count // 16))
 
         def size(one: Candidates) -> float:
-            tiles = [np.arange(s, geometry.first_query + count, one.step)[:ROWS] for s in starts]
+            tiles = [np.arange(s, geometry.first_query + count, one.step)[: self.rows] for s in starts]
             return sum(len(self._clipped(one.keys(t))) * len(t) / max(len(t), 1) for t in tiles if len(t))
 
         return min(found, key=size) if found and count else everything

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise, product
 from operator import and_, or_
@@ -157,6 +157,39 @@ class Pattern(Structure):
     def plain(self) -> Pattern:
         """The pattern, or one without tensors that shows as much or more in every row (not ``exact`` then)."""
         return self
+
+    def in_row(self, row: int) -> Pattern:
+        """The pattern as one batch row has it, the same in all rows then."""
+        return InRow(self, row) if self.per_row or self.asks else self
+
+
+@dataclass(frozen=True)
+class InRow(Pattern):
+    """What a pattern shows in one batch row, in every row."""
+
+    pattern: Pattern
+    row: int
+
+    @property
+    def per_head(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.pattern.per_head
+
+    @property
+    def needs_length(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.pattern.needs_length
+
+    @property
+    def asks(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.pattern.asks
+
+    def sees(self, at: Place) -> Tensor:
+        return self.pattern.sees(replace(at, row=torch.full_like(at.row[:1], self.row)))
+
+    def candidates(self, geometry: Geometry) -> Candidates:
+        return self.pattern.plain().candidates(geometry)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} in row {self.row}"
 
 
 def union(alternatives: Sequence[tuple[Pattern, ...]], at: Place) -> Tensor:

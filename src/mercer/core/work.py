@@ -5,7 +5,7 @@
 | dense | dense or recurrent, pairs, torch | a pair, hidden ones included |
 | tiles, exp_tiles | chunked, pairs, torch; the latter for exponential kernels | a pair of a tile |
 | sdpa | chunked, pairs, sdpa or flex | a visible pair |
-| fused_softmax | chunked, pairs, numba | a visible pair |
+| fused_softmax | chunked, pairs, numba | a visible pair; under a pattern, a pair of a tile |
 | fused_decode | the same, where few queries want no gradient | a visible pair |
 | cache | beside any of these, where keys and values are kept | - |
 | scan | chunked, features, torch | an operator that is called |
@@ -127,7 +127,7 @@ def parts(
         way = way_of(kernel, form, path, backend)
         if path == "features":
             return [Part(way, _features(way, kernel, merged, sizes, form, mass), heads), *beside]
-        if way == "fused_softmax" and few(sizes) and merged.documents is None:
+        if way == "fused_softmax" and few(sizes) and merged.documents is None and not merged.patterns:
             way = "fused_decode"
             heads *= max((sizes.key_length + sizes.past_length) // SHORTEST_RANGE, 1)
         elif way == "fused_softmax":

@@ -18,7 +18,7 @@ from mercer.forms import log_features, recurrent
 from mercer.forms.call import Call, Rows
 from mercer.forms.dense import dense
 from mercer.forms.few import decodes, few, plain
-from mercer.forms.sparse import sparse
+from mercer.forms.sparse import fused, sparse
 from mercer.forms.tiles import tiles
 
 
@@ -42,7 +42,10 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
         assert view is not None
         # Rows are rounded once: here where the normaliser leaves them as they are, after it elsewhere.
         dtype = query.dtype if type(call.normalizer) is Sum else precision
-        numerator, log_sum = softmax_attention(query, key, value, call.scale, Sight.under(view), dtype)
+        if view.patterns:
+            numerator, log_sum = fused(query, key, value, call.scale, view, dtype)
+        else:
+            numerator, log_sum = softmax_attention(query, key, value, call.scale, Sight.under(view), dtype)
     elif call.backend == "flex":
         assert view is not None
         wide = precision if query.device.type == "cpu" else query.dtype

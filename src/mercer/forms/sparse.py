@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mercer.backends.sparse_softmax import sparse_attention
 from mercer.core.kernels import Kernel, Taylor
 from mercer.core.layout import Layout
 from mercer.forms.tiles import forward_tiles, tiles
@@ -35,6 +36,20 @@ def sparse(
     numerator, denominator, factor = (None if x is None else _gathered(x, back) for x in rows)
     assert numerator is not None
     return numerator, denominator, factor
+
+
+def fused(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, layout: Layout, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Rows of softmax attention, in ``dtype``, and their log-sums, by the fused kernels."""
+    layout, to_query, to_key = compact(layout)
+    if to_key is not None:
+        key, value = _gathered(key, to_key), _gathered(value, to_key)
+    if to_query is None:
+        return sparse_attention(query, key, value, scale, layout, dtype)
+    back = to_query.argsort(1)
+    out, log_sum = sparse_attention(_gathered(query, to_query), key, value, scale, layout, dtype)
+    return _gathered(out, back), _gathered(log_sum, back)
 
 
 def counts(layout: Layout, dtype: torch.dtype) -> Tensor:

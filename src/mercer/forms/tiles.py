@@ -23,7 +23,7 @@ from torch import Tensor
 from mercer.core.first_order import first_order
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, with_weights
-from mercer.core.places import Geometry, Index
+from mercer.core.places import Geometry, Index, firsts
 from mercer.core.schedule import CHUNK, schedule
 from mercer.core.structures import Window, intersection
 from mercer.forms.slabs import Keys, Slab, TileOf
@@ -69,8 +69,8 @@ class _Run:
         self.band = not layout.patterns
         if not self.band:
             self.terms = intersection((*layout.patterns, Window(layout.left, layout.right)))
-            self.first_query = _firsts(layout.query_position, layout.query_valid)
-            self.first_key = _firsts(layout.key_position, layout.key_valid)
+            self.first_query = firsts(layout.query_position, layout.query_valid)
+            self.first_key = firsts(layout.key_position, layout.key_valid)
             self.by_row = len({*self.first_query} - {None}) > 1 or len({*self.first_key} - {None}) > 1
             self.by_head = any(p.per_head for p in layout.patterns)
 
@@ -111,8 +111,8 @@ class _Run:
         assert layout.total is not None
         totals = layout.total[slab.rows if layout.total.shape[0] > 1 else slice(0, 1)]
         first_query, first_key = (
-            next((p for p in (firsts[slab.rows] if len(firsts) > 1 else firsts) if p is not None), 0)
-            for firsts in (self.first_query, self.first_key)
+            next((p for p in (each[slab.rows] if len(each) > 1 else each) if p is not None), 0)
+            for each in (self.first_query, self.first_key)
         )
         return Geometry(
             first_query,
@@ -225,17 +225,6 @@ class _Run:
             else:
                 view.add_(hidden)
         return score
-
-
-def _firsts(positions: Tensor, valid: Tensor | None) -> list[int | None]:
-    """The position of the first token of each row, None for rows without any."""
-    if not positions.shape[1]:
-        return [None]
-    if valid is None:
-        return list(positions[:, 0].tolist())
-    both = torch.broadcast_shapes(positions.shape, valid.shape)
-    firsts, there = positions.expand(both)[:, 0].tolist(), valid.expand(both)[:, 0].tolist()
-    return [first if real else None for first, real in zip(firsts, there, strict=True)]
 
 
 def forward_tiles(
