@@ -54,6 +54,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         _llama_like(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
     ),
     "gemma": ("GemmaForCausalLM", _llama_like(num_key_value_heads=1, head_dim=16)),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        _llama_like(
+            num_key_value_heads=2, head_dim=16, sliding_window=8, query_pre_attn_scalar=24, num_hidden_layers=3
+        ),
+    ),
+    "gemma2, small caps": (
+        "Gemma2ForCausalLM",
+        _llama_like(head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
     "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
     "gptj": ("GPTJForCausalLM", _gpt2_like(rotary_dim=4)),
     "gpt_neox": ("GPTNeoXForCausalLM", _llama_like()),

@@ -42,6 +42,7 @@ _HOMES = {
     "mistral": "llama",
     "mixtral": "mixtral",
     "gemma": "gemma",
+    "gemma2": "gemma2",
     "bloom": "bloom",
     "bert": "bert",
     "big_bird": "bert",
