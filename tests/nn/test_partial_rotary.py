@@ -109,3 +109,8 @@ def test_case_20_angles_at_position_100_000_are_exact(scaling):
 def test_bad_arguments_are_refused(values, message):
     with pytest.raises(InvalidArgument, match=message):
         Rotary(8, **values)
+
+
+def test_positions_that_do_not_fit_are_answered_with_the_layout():
+    with pytest.raises(InvalidArgument, match=r"\[2, 3\] or \[1, 3\] for x \[B, L, H, D\] = \[2, 3, 5, 8\], got \[5\]"):
+        Rotary(8)(torch.zeros(2, 3, 5, 8), torch.arange(5))

@@ -198,9 +198,9 @@ class Rotary(nn.Module):
         if x.dim() != 4 or x.shape[-1] != self.dim:
             raise InvalidArgument(f"rotary positions expect [B, L, H, {self.dim}], got a tensor of {list(x.shape)}")
         if positions.shape not in (x.shape[:2], (1, x.shape[1])):
+            allowed = " or ".join(dict.fromkeys(f"[{rows}, {x.shape[1]}]" for rows in (x.shape[0], 1)))
             raise InvalidArgument(
-                f"rotary positions of x {list(x.shape)} must be [{x.shape[0]}, {x.shape[1]}] or [1, {x.shape[1]}], "
-                f"got {list(positions.shape)}"
+                f"rotary positions must be {allowed} for x [B, L, H, D] = {list(x.shape)}, got {list(positions.shape)}"
             )
         if self.reach is not None and positions.numel():
             self.check_length(int(positions.max()) + 1)
