@@ -1,0 +1,117 @@
+"""A decoder whose matrices are packed: the same modules around products with packed weights."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mercer.backends.packed import Packed, pack
+from mercer.errors import Unsupported
+from mercer.nn.activations import ACTIVATIONS, GATED
+from mercer.nn.feedforward import FeedForward
+from mercer.nn.projection import FusedLinear
+
+if TYPE_CHECKING:
+    from mercer.models.decoder import DecoderLM
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b with a packed W; x of any floating dtype, y of the given one."""
+
+    def __init__(self, weight: Packed, bias: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight, self.bias, self.dtype = weight, bias, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., columns] -> [..., rows]."""
+        y = self.weight.times(x.reshape(-1, x.shape[-1]))
+        if self.bias is not None:
+            y = y.add_(self.bias)
+        return y.to(self.dtype).view(*x.shape[:-1], y.shape[-1])
+
+
+class PackedFeedForward(nn.Module):
+    """A `FeedForward` with packed matrices; the tiles of a gate and what it is multiplied with alternate."""
+
+    def __init__(self, inner: PackedLinear, output: PackedLinear, kind: str) -> None:
+        super().__init__()
+        self.input, self.output, self.kind = inner, output, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        h = self.input(x)
+        if self.kind not in GATED:
+            return self.output(ACTIVATIONS[self.kind].apply(h))
+        gate, value = h.chunk(2, -1)
+        return self.output(ACTIVATIONS[GATED[self.kind]].apply(gate).mul_(value))
+
+
+class PackedEmbedding(nn.Module):
+    """Rows of a packed matrix, float32."""
+
+    def __init__(self, weight: Packed) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Integers [...] -> [..., dim]."""
+        size = self.weight.rows
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+            raise IndexError(f"tokens must be numbers from 0 to {size - 1}")
+        return self.weight.rows_of(tokens)
+
+
+class _Widened(nn.Module):
+    """A module whose results are wanted in float32."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).float()
+
+
+def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype) -> DecoderLM:
+    """A twin of the model that shares its norms, positions and kernels, and whose matrices are packed as `kind`.
+
+    Its residual stream is float32; queries, keys and values have the given dtype. Its `head` is a `PackedLinear`, also
+    where the embedding is tied to it. The model itself stays as it is.
+    """
+    held = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    for module in model.modules():  # matrices are not copied, only replaced
+        if isinstance(module, nn.Linear | FeedForward):
+            held[id(module)] = module
+    embedding, head = model.embedding, model.head
+    held[id(embedding)] = embedding
+    twin = copy.deepcopy(model, held)
+    for block in twin.blocks:
+        attention = block.attention
+        for name, module in list(attention.named_children()):
+            if isinstance(module, nn.Linear):
+                wanted = torch.float32 if name == "output" else dtype
+                setattr(attention, name, _linear(module, kind, wanted))
+        block.feedforward = _feedforward(block.feedforward, kind)
+    scored = pack(embedding.weight if head is None else head.weight, kind)
+    bias = None if head is None or head.bias is None else head.bias.detach().float()
+    twin.embedding = PackedEmbedding(scored) if head is None else _Widened(embedding)
+    twin.head = PackedLinear(scored, bias)
+    return twin
+
+
+def _linear(module: nn.Linear, kind: str, dtype: torch.dtype) -> PackedLinear:
+    bias = module.full_bias() if isinstance(module, FusedLinear) else module.bias
+    return PackedLinear(pack(module.weight, kind), None if bias is None else bias.detach().float(), dtype)
+
+
+def _feedforward(module: nn.Module, kind: str) -> PackedFeedForward:
+    if type(module) is not FeedForward:
+        raise Unsupported(f"weights of a {type(module).__name__} cannot be packed yet: use the model as it is")
+    bias = module.input.bias
+    inner = pack(module.input.weight, kind, paired=module.kind in GATED)
+    first = PackedLinear(inner, None if bias is None else bias.detach().float())
+    return PackedFeedForward(first, _linear(module.output, kind, torch.float32), module.kind)
