@@ -28,6 +28,7 @@ from mercer.core.kernels import Cosine, Elu, Exp, Gaussian, Kernel, Power, Relu,
 from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.mixed import Mixed
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+from mercer.core.soft_cap import SoftCap
 from mercer.core.support import FORMS, PATHS
 from mercer.errors import MercerError
 from mercer.planning import BACKENDS
@@ -42,6 +43,7 @@ KERNELS: dict[str, Kernel] = {
     "taylor4": Taylor(4),
     "taylor3-signed": Taylor(3, signed=True),
     "gaussian": Gaussian(),
+    "softcap": SoftCap(50),
     "relu": Relu(),
     "cosine-signed": Cosine(signed=True),
     "expfeatures": ExpFeatures(),

@@ -17,12 +17,13 @@ from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, 
 from mercer.core.pairwise import Bias, Mask
 from mercer.core.patterns import Blocks, Longformer, Strided
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+from mercer.core.soft_cap import SoftCap
 from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.core.support import FORMS, PATHS, unsupported
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 KERNELS: dict[str, list[Kernel]] = {
-    "`Exp`, `Gaussian`": [Exp(), Gaussian()],
+    "`Exp`, `Gaussian`, `SoftCap`": [Exp(), Gaussian(), SoftCap(50)],
     "`Taylor(even)`, `Power(even)`": [Taylor(2), Taylor(4), Power(2)],
     "`Taylor(odd)`, `Power(odd)`": [Taylor(1), Taylor(3), Power(1)],
     "`Elu`, `Relu`, `Dpfp`, `ExpFeatures`, `Hedgehog`, `MlpFeatures`": [
@@ -94,7 +95,10 @@ def page() -> Iterator[str]:
     yield ""
     yield "## Structures and forms"
     yield ""
-    yield "| structure | pairs: all kernels | cache | features: all but `Exp`, `Gaussian` | with a state | `Mixed` |"
+    yield (
+        "| structure | pairs: all kernels | cache | features: all but `Exp`, `Gaussian`, `SoftCap` | with a state "
+        "| `Mixed` |"
+    )
     yield "|---|---|---|---|---|---|"
     for name, structure in STRUCTURES.items():
         merged = merge(structure)

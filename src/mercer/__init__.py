@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Visible,
     )
     from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+    from mercer.core.soft_cap import SoftCap
     from mercer.core.state import CacheState, FeatureState, MixedState, State
     from mercer.core.structure_names import parse_structure, structure_name
     from mercer.core.structures import Causal, Documents, Full, Padding, Pattern, Structure, Window
@@ -80,6 +81,7 @@ _HOMES = {
     "mercer.core.mixed": ("Mixed",),
     "mercer.core.names": ("attention_name", "parse_attention"),
     "mercer.core.normalizers": ("L2", "RMS", "Identity", "Normalizer", "Standardize", "Sum"),
+    "mercer.core.soft_cap": ("SoftCap",),
     "mercer.core.state": ("CacheState", "FeatureState", "MixedState", "State"),
     "mercer.core.log_weights": ("Alibi", "Decay", "RelativeBias"),
     "mercer.core.structure_names": ("parse_structure", "structure_name"),
@@ -161,6 +163,7 @@ __all__ = [
     "RelativeBias",
     "Relu",
     "SigmoidGate",
+    "SoftCap",
     "Standardize",
     "State",
     "StorageError",

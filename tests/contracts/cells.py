@@ -20,6 +20,7 @@ from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.log_weights import Alibi, Decay, RelativeBias
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+from mercer.core.soft_cap import SoftCap
 from mercer.core.structures import Causal, Documents, Full, Padding, Structure, Window
 from mercer.forms import scan, tiles
 
@@ -37,6 +38,7 @@ KERNELS: dict[str, Kernel] = {
     "relu": Relu(),
     "cosine-signed": Cosine(signed=True),
     "favor": PositiveRandomFeatures(5),
+    "softcap": SoftCap(1.5),
 }
 
 FEATURE_KERNELS: dict[str, Kernel] = {

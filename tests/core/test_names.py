@@ -13,6 +13,7 @@ from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.names import ALIASES, KERNELS, NORMALIZERS, attention_name, parse_attention
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+from mercer.core.soft_cap import SoftCap
 from mercer.errors import InvalidArgument
 
 
@@ -31,6 +32,7 @@ from mercer.errors import InvalidArgument
         "cosine-signed",
         "power2",
         "power3-signed",
+        "softcap50",
         "favor7",
         "hyperbolic8",
         "trig8",
@@ -66,6 +68,7 @@ def test_names_come_back(word: str, ending: str):
         ("relu-rms", Relu(), RMS),
         ("cosine-l2", Cosine(), L2),
         ("power2-identity", Power(2), Identity),
+        ("softcap50-sum", SoftCap(50.0), Sum),
     ],
 )
 def test_what_names_mean(name: str, kernel: Kernel, normalizer: type[Normalizer]):
@@ -128,6 +131,7 @@ def test_the_registry_covers_every_kernel():
         Hedgehog(width=3),
         Hedgehog().bind(4, 1, 1),
         MlpFeatures(8, hidden=4),
+        SoftCap(30.5),
     ],
     ids=str,
 )

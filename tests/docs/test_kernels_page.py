@@ -14,6 +14,7 @@ from mercer.core.mixed import Mixed
 from mercer.core.names import ALIASES, KERNELS, attention_name, parse_attention
 from mercer.core.normalizers import L2
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+from mercer.core.soft_cap import SoftCap
 from mercer.errors import InvalidArgument
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -21,6 +22,7 @@ D = 6
 ROWS: dict[str, list[Kernel]] = {
     "`Exp()`": [Exp()],
     "`Gaussian()`": [Gaussian()],
+    "`SoftCap(cap)`": [SoftCap(50)],
     "`Taylor(p)`": [Taylor(4)],
     "`Power(p)`, symmetric power": [Power(4)],
     "`Elu()`, `Relu()`": [Elu(), Relu()],

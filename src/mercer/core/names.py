@@ -1,13 +1,13 @@
 """Names of attentions, as used on the command line and in configurations: ``<kernel>-<normaliser>``.
 
     softmax = exp-sum    exp-l2    exp-rms    taylor2-sum    taylor4-l2    elu-sum    relu-sum    cosine-l2
-    power2-sum    favor256-sum    hedgehog-sum    ...
+    power2-sum    softcap50-sum    favor256-sum    hedgehog-sum    ...
 
-``powerN`` is the symmetric power, ``favorN`` :class:`PositiveRandomFeatures` with N features, ``hyperbolicN`` the same
-with both signs, ``trigN`` and ``rfaN`` :class:`TrigonometricRandomFeatures`, the latter of unit vectors, ``dpfpN``
-:class:`Dpfp` with nu = N, ``mlpN`` :class:`MlpFeatures` with N features and N hidden units, ``learnedreluN`` the same
-without hidden units. ``exp@64:taylor2-sum`` is :class:`Mixed`: the first kernel for the last 64 keys, the second for
-all before them.
+``powerN`` is the symmetric power, ``softcapN`` :class:`SoftCap` with cap N, ``favorN``
+:class:`PositiveRandomFeatures` with N features, ``hyperbolicN`` the same with both signs, ``trigN`` and ``rfaN``
+:class:`TrigonometricRandomFeatures`, the latter of unit vectors, ``dpfpN`` :class:`Dpfp` with nu = N, ``mlpN``
+:class:`MlpFeatures` with N features and N hidden units, ``learnedreluN`` the same without hidden units.
+``exp@64:taylor2-sum`` is :class:`Mixed`: the first kernel for the last 64 keys, the second for all before them.
 
 A closed registry: a name never becomes an import path.
 """
@@ -24,6 +24,7 @@ from mercer.core.learned_maps import Hedgehog, MlpFeatures
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, Sum
 from mercer.core.random_features import PositiveRandomFeatures, TrigonometricRandomFeatures
+from mercer.core.soft_cap import SoftCap
 from mercer.errors import InvalidArgument
 
 KERNELS: dict[str, type[Kernel]] = {
@@ -34,6 +35,7 @@ KERNELS: dict[str, type[Kernel]] = {
     "cosine": Cosine,
     "gaussian": Gaussian,
     "power": Power,
+    "softcap": SoftCap,
     "favor": PositiveRandomFeatures,
     "hyperbolic": PositiveRandomFeatures,
     "trig": TrigonometricRandomFeatures,
@@ -56,7 +58,7 @@ NORMALIZERS: dict[str, type[Normalizer]] = {
     "detached": Detached,
 }
 ALIASES = {"softmax": "exp-sum", "linear": "elu-sum"}
-_NUMBERED = ("taylor", "power", "favor", "hyperbolic", "trig", "rfa", "dpfp", "mlp", "learnedrelu")
+_NUMBERED = ("taylor", "power", "softcap", "favor", "hyperbolic", "trig", "rfa", "dpfp", "mlp", "learnedrelu")
 _SIGNED = ("taylor", "power", "cosine", "trig", "rfa")
 _NUMBER = "0|[1-9][0-9]{0,8}"  # written in one way only, so that a name comes back as it was
 _SETTINGS: dict[str, dict[str, Any]] = {"hyperbolic": {"hyperbolic": True}, "rfa": {"unit": True}}
@@ -108,10 +110,13 @@ def _kernel_name(kernel: Kernel) -> str:
         return f"{_kernel_name(kernel.near)}@{kernel.window}:{_kernel_name(kernel.far)}"
     if type(kernel) not in KERNELS.values():
         raise InvalidArgument(f"{kernel} has no registered name.")
-    number = next((getattr(kernel, n) for n in ("order", "degree", "count", "nu") if hasattr(kernel, n)), None)
+    number = next((getattr(kernel, n) for n in ("order", "degree", "cap", "count", "nu") if hasattr(kernel, n)), None)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
     signed = kernel.allows_negative_denominator
     for word, cls in KERNELS.items():
-        if type(kernel) is cls and kernel == _kernel(word, number, signed):
+        named = type(kernel) is cls and not isinstance(number, float)
+        if named and kernel == _kernel(word, number, signed):
             return f"{word}{'' if number is None else number}{'-signed' if signed else ''}"
     raise InvalidArgument(
         f"{kernel} has no registered name, since a name carries neither tensors nor settings other than a number and "

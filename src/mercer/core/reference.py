@@ -22,6 +22,7 @@ from mercer.core.normalizers import L2, RMS, Identity, Normalizer, Standardize, 
 from mercer.core.pairwise import Bias, Mask
 from mercer.core.reference_maps import literal_features
 from mercer.core.reference_patterns import literal_weight, literally_shown
+from mercer.core.soft_cap import SoftCap
 from mercer.core.structures import Causal, Documents, Either, Full, Padding, Pattern, Structure, Window
 from mercer.errors import Unsupported
 
@@ -120,6 +121,9 @@ def kernel_value(kernel: Kernel, query: Tensor, key: Tensor, scale: float) -> Te
     score = scale * (query * key).sum(-1)
     if isinstance(kernel, Exp):
         return score.exp()
+    if isinstance(kernel, SoftCap):
+        ratio = (2 * score / kernel.cap).exp()
+        return (kernel.cap * (1 - 2 / (ratio + 1))).exp()
     if isinstance(kernel, Taylor):
         terms = [torch.ones_like(score)]
         for n in range(1, kernel.order + 1):

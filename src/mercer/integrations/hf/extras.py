@@ -10,39 +10,8 @@ from torch import Tensor
 
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.normalizers import Normalizer, Sum
+from mercer.core.soft_cap import SoftCap
 from mercer.errors import InvalidArgument, Unsupported
-
-
-@dataclass(frozen=True)
-class CappedExp(Kernel):
-    """K = exp(cap tanh(scale q.k / cap)): no score leaves -cap .. cap. Scale D^(-1/2); positive; no finite features.
-
-    Source: Gemma Team 2024 (Gemma 2), arXiv 2408.00118.
-    """
-
-    cap: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.cap <= 80:  # exp(80) n is a float32 for every n that fits a machine
-            raise InvalidArgument(f"CappedExp: cap must be above 0 and at most 80, not {self.cap!r}.")
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    def default_scale(self, dim: int) -> float:
-        return dim**-0.5
-
-    def profile(self, score: Tensor) -> Tensor:
-        return (self.cap * (score / self.cap).tanh()).exp()
-
-    def derivative(self, score: Tensor) -> Tensor:
-        return self.profile_and_derivative(score)[1]
-
-    def profile_and_derivative(self, score: Tensor) -> tuple[Tensor, Tensor]:
-        bent = (score / self.cap).tanh()
-        value = (self.cap * bent).exp()
-        return value, value * (1 - bent.square())
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +57,7 @@ def with_extras(
                 f"This model caps its scores (softcap={softcap:g}), which has a meaning for Exp() alone, not for "
                 f"{kernel}: load it with a configuration that has no cap."
             )
-        kernel = CappedExp(float(softcap))
+        kernel = SoftCap(float(softcap))
     if sinks is not None:
         if not isinstance(normalizer, Sum):
             raise Unsupported(
