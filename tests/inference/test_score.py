@@ -118,6 +118,20 @@ def test_what_cannot_be_scored(text, options, message):
         score(build(), Bytes(), text, **options)
 
 
+def test_a_model_that_no_state_continues_is_scored_by_whole_windows():
+    model = build(structure="bigbird(4)")
+    assert model.config.refuses_states
+    with torch.no_grad():
+        logits = model(torch.tensor([list(TEXT[:-1])]))[0]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(list(TEXT[1:])), reduction="none")
+    torch.testing.assert_close(score(model, Bytes(), TEXT, piece=9).nats, expected.double())
+    two = score(model, Bytes(), TEXT, context=40, stride=20)
+    with torch.no_grad():
+        logits = model(torch.tensor([list(TEXT[20:59])]))[0, 19:]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(list(TEXT[40:60])), reduction="none")
+    torch.testing.assert_close(two.nats[39:59], expected.double())
+
+
 def test_logits_that_are_not_finite_are_told():
     model = build()
     with torch.no_grad():

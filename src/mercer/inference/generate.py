@@ -96,6 +96,7 @@ def generate(
     Raises:
         InvalidArgument: the prompt is empty or has tokens outside the vocabulary, a count is out of range, or the
             model's positions do not reach that far.
+        Unsupported: a layer's structure depends on the length of the text, so that no state can continue it.
         NonFinite: the model's logits are not finite.
     """
     pieces = stream(model, [prompt], max_tokens, sampling=sampling, seed=seed, prefill=prefill, ends=ends)
@@ -152,6 +153,7 @@ def stream(
         InvalidArgument: a prompt is empty or has tokens outside the vocabulary, a value is out of range, stop strings
             are given without a vocabulary, or the model's positions do not reach that far. At once, not when the first
             piece is asked for.
+        Unsupported: a layer's structure depends on the length of the text, so that no state can continue it.
         NonFinite: the model's logits are not finite.
     """
     rows = rows_of(prompts)

@@ -20,7 +20,8 @@ class CausalModel(Protocol):
     """A module from tokens to logits, such as `DecoderLM`.
 
     ``model(tokens, padding=None, states=None, return_states=True)`` gives logits [B, T, V] and a state for each layer;
-    padding is bool [B, T], True for real tokens, in any place. ``model.config.vocab_size`` is V. A model with ``reach``
+    padding is bool [B, T], True for real tokens, in any place. ``model.config.vocab_size`` is V, and
+    ``model.config.refuses_states``, if there is one, says why no state can continue it. A model with ``reach``
     refuses longer sequences, and one with ``hidden`` (the same call) and ``score`` (from its result to logits) is asked
     for the logits that are wanted alone.
     """

@@ -95,7 +95,7 @@ def score(
         context: tokens of a window, the special ones included. None: as many as the model reaches or was trained for,
             the whole text if it says neither.
         stride: from 1 to context - 1 (less, if several special tokens begin a text). None: half of context.
-        piece: tokens read at once.
+        piece: tokens read at once; a model that no state can continue reads each window at once.
         progress: called with the tokens scored and those to be scored, after every piece.
 
     Raises:
@@ -149,16 +149,27 @@ def _windows(length: int, first: int, room: int, stride: int) -> Iterator[tuple[
 
 def _window(model: CausalModel, row: list[int], first: int, piece: int) -> Iterator[Tensor]:
     """-log p of the tokens of a row from place ``first`` on, in pieces."""
-    reading = Reading(model)
-    if first > 1:
-        reading.read([row[: first - 1]], piece)
     at_once = min(piece, max(LOGITS_AT_ONCE // model.config.vocab_size, 1))
     place = first
-    for logits in reading.logits([row[first - 1 : -1]], at_once):
-        targets = torch.tensor(row[place : place + logits.shape[1]], device=logits.device)
-        wide = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+    for logits in _logits(model, row[:-1], first - 1, piece, at_once):
+        targets = torch.tensor(row[place : place + len(logits)], device=logits.device)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         part = torch.nn.functional.cross_entropy(wide, targets, reduction="none").double().cpu()
         if not bool(part.isfinite().all()):
             raise NonFinite("the model's logits are not finite; its parameters or its dtype are at fault")
         yield part
-        place += logits.shape[1]
+        place += len(logits)
+
+
+def _logits(model: CausalModel, row: list[int], first: int, piece: int, at_once: int) -> Iterator[Tensor]:
+    """Logits [t, V] after the tokens of a row from place ``first`` on."""
+    reading = Reading(model)
+    if getattr(model.config, "refuses_states", None) is not None:  # its layers want the whole row at once
+        with torch.inference_mode():
+            logits = model(torch.tensor([row], device=reading.device))
+        yield from logits[0, first:].split(at_once)
+        return
+    if first:
+        reading.read([row[:first]], piece)
+    for logits in reading.logits([row[first:]], at_once):
+        yield logits[0]
