@@ -15,7 +15,9 @@ from mercer.core.machine import use_machine
 from mercer.core.machine_default import DEFAULT
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import L2
+from mercer.core.patterns import Strided
 from mercer.core.random_features import PositiveRandomFeatures
+from mercer.core.structures import Padding, Window
 from mercer.errors import InvalidArgument, Unsupported
 
 SIZES = {"dim": 64, "heads": 8, "context": 4096}
@@ -222,3 +224,50 @@ def test_parts_that_do_not_go_together_are_named():
 def test_it_is_exported():
     assert mercer.advise is advise
     assert mercer.Advice is type(advise(**SIZES, kernels=["softmax"]))
+
+
+def test_a_window_bounds_the_cache_and_the_work_of_every_attention():
+    names = ["softmax", "elu-sum"]
+    for context in (4096, 65536):
+        found = advise(dim=64, heads=8, context=context, kernels=names, structure="window(512)")
+        assert found.structure == "window(512)"
+        for option in (found.softmax, *found.options):
+            assert option.state_bytes == 8 * 511 * 2 * 64 * 4  # the next token brings the 512th key
+            assert option.fixed
+            assert option.crossings is None
+        assert "leaves a window" in found.options[1].grows_because
+    whole = advise(dim=64, heads=8, context=65536, kernels=names)
+    assert found.softmax.reading.seconds < whole.softmax.reading.seconds / 20
+    assert found.softmax.decode.seconds < whole.softmax.decode.seconds / 5
+    short = advise(dim=64, heads=8, context=100, kernels=names, structure=Window.last(512)).softmax
+    assert (short.state_bytes, short.fixed) == (8 * 100 * 2 * 64 * 4, False)
+    assert "under window(512)" in str(found)
+
+
+@pytest.mark.parametrize("structure", ["strided(64)", Strided(64), "strided(64) & causal"])
+def test_a_pattern_keeps_all_keys_and_reads_some_of_them(structure: str | Strided):
+    found, whole = (advise(dim=64, heads=8, context=8192, **more) for more in ({"structure": structure}, {}))
+    assert found.softmax.state_bytes == whole.softmax.state_bytes
+    assert found.softmax.reading.seconds < whole.softmax.reading.seconds
+    assert [option.attention for option in found.options] == [name for name in KERNELS if "@" not in name]
+    assert all(option.reading.path == "pairs" and option.crossings is None for option in found.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"structure": "sparse"}, InvalidArgument, "'sparse' is unknown; write causal, "),
+        (
+            {"structure": Padding(lengths=torch.tensor([3]))},
+            InvalidArgument,
+            "a name such as 'strided\\(128\\)', or",
+        ),
+        ({"structure": 3}, InvalidArgument, "structure must be a name"),
+        ({"structure": "strided(64)", "context": 200_000}, InvalidArgument, "at most 131,072 tokens, not 200,000"),
+        ({"structure": "bigbird(64)"}, Unsupported, "depends on the length, so a state cannot continue it"),
+        ({"structure": "strided(64)", "kernels": ["exp@8:elu-sum"]}, Unsupported, "window of its own"),
+    ],
+)
+def test_structures_that_cannot_be_advised_on(options: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        advise(**(SIZES | options))

@@ -37,6 +37,15 @@ def test_json_of_what_was_asked():
     assert facts["cache_bytes"] == 3 * 2 * 2048 * (16 + 8) * 2
 
 
+def test_under_a_structure():
+    result = mercer(*SIZES, "-a", "elu-l2", "--structure", "window( 64 )")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("4 heads of 16, 2,048 tokens under window(64), batch 1, float32")
+    wrong = mercer(*SIZES, "--structure", "window")
+    assert wrong.exit_code == 2
+    assert "window needs its width; write window(width, dilation=1)" in wrong.stderr
+
+
 def test_numbers_from_a_file(tmp_path: Path):
     file = tmp_path / "machine.json"
     file.write_text(replace(DEFAULT, name="from a file").to_json())

@@ -11,17 +11,20 @@ from mercer.advice.crossing import LIMIT, first_length
 from mercer.advice.result import Advice, Choice, Crossings, Option
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.machine import Machine, machine_in_use, use_machine
-from mercer.core.merged import merge
+from mercer.core.merged import Merged, merge
 from mercer.core.mixed import Mixed
 from mercer.core.names import attention_name, parse_attention
 from mercer.core.normalizers import Normalizer, Sum
-from mercer.core.structures import Causal
+from mercer.core.structure_names import causal, parse_structure, structure_name
+from mercer.core.structures import Pattern, Structure
 from mercer.core.support import Sizes, unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.planning import Plan, choose
 
 KERNELS = ("softmax", "elu-sum", "taylor2-sum", "favor256-sum", "dpfp1-sum", "exp@64:taylor2-sum")
-"""What is compared by default."""
+"""What is compared by default; of these under another structure than causal those without a window of their own."""
+LIMIT_OF_PATTERNS = 131_072
+"""Tokens of a context under a pattern, all of whose tiles are laid out to be counted."""
 DTYPES = {
     torch.float64: "float64",
     torch.float32: "float32",
@@ -44,6 +47,7 @@ def advise(
     device: str = "cpu",
     machine: Machine | None = None,
     training: bool = False,
+    structure: str | Structure = "causal",
 ) -> Advice:
     """Compare what attentions cost for a causal context: time to read it, time of a further token, bytes of the state.
 
@@ -64,11 +68,16 @@ def advise(
         device: what the call would run on; its numbers must be the machine's.
         machine: whose numbers. Default: those of :func:`~mercer.use_machine`, or else those of docs/lab.md.
         training: forward and backward without a state, instead of reading a context and keeping the state.
+        structure: which of the tokens before it a token sees, softmax's too: a name such as ``"window(512)"`` or
+            ``"strided(128)"`` (:func:`~mercer.parse_structure`), or patterns. Default all of them. Under patterns a
+            context has at most 131,072 tokens.
 
     Raises:
         InvalidArgument: sizes, names or a device that are wrong.
-        Unsupported: a kernel and normaliser that do not go together.
+        Unsupported: a kernel and normaliser that do not go together or with the structure, or a structure that a state
+            cannot continue.
     """
+    named, merged = _structure(structure)
     value_dim = dim if value_dim is None else value_dim
     kv_heads = heads if kv_heads is None else kv_heads
     for name, value in (
@@ -83,6 +92,11 @@ def advise(
             raise InvalidArgument(f"advise: {name} must be an integer of 1 or more, not {value!r}.")
     if context > LIMIT:
         raise InvalidArgument(f"advise: context must be at most {LIMIT:,} tokens, not {context:,}.")
+    if merged.patterns and context > LIMIT_OF_PATTERNS:
+        raise InvalidArgument(
+            f"advise: under {named} context must be at most {LIMIT_OF_PATTERNS:,} tokens, not {context:,}: the tiles "
+            "of a pattern are laid out to be counted."
+        )
     if heads % kv_heads:
         raise InvalidArgument(f"advise: kv_heads must divide the {heads} heads, which {kv_heads} does not.")
     if dtype not in DTYPES:
@@ -94,8 +108,10 @@ def advise(
                 f"advise: the numbers in use are of a {machine.device} ({machine.name}), not of {device!r}: pass "
                 f"machine=mercer.measure_machine({device!r}), measured where there is one."
             )
-        ask = _Question(dim, value_dim, heads, kv_heads, batch, dtype, device.partition(":")[0], training)
-        candidates = _candidates(KERNELS if kernels is None else kernels, normalizer)
+        ask = _Question(dim, value_dim, heads, kv_heads, batch, dtype, device.partition(":")[0], training, merged)
+        plain = merged.left is None and not merged.patterns
+        usual = KERNELS if plain else tuple(name for name in KERNELS if not isinstance(parse_attention(name)[0], Mixed))
+        candidates = _candidates(usual if kernels is None else kernels, normalizer)
         softmax = ask.option("softmax", Exp(), Sum(), context, None)
         options = tuple(
             softmax if (name, kernel, norm) == ("softmax", Exp(), Sum())
@@ -104,8 +120,23 @@ def advise(
         )  # fmt: skip
     return Advice(
         dim, value_dim, heads, kv_heads, context, DTYPES[dtype], batch, training, machine.name, softmax.state_bytes,
-        softmax, options,
+        softmax, options, named,
     )  # fmt: skip
+
+
+def _structure(given: str | Structure) -> tuple[str, Merged]:
+    """A structure's name, and what it is, made causal."""
+    found = parse_structure(given) if isinstance(given, str) else given
+    if not isinstance(found, Structure) or not all(isinstance(part, Pattern) for part in found.parts):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(
+            f"advise: structure must be a name such as 'strided(128)', or patterns, which say who sees whom, not "
+            f"{given}."
+        )
+    try:
+        name = structure_name(found)
+    except InvalidArgument:  # patterns of one's own have none
+        name = str(found)
+    return name, merge(causal(found))
 
 
 def _candidates(given: Sequence[str | Kernel], normalizer: Normalizer | None) -> list[tuple[str, Kernel, Normalizer]]:
@@ -147,6 +178,7 @@ class _Question:
     dtype: torch.dtype
     device: str
     training: bool
+    merged: Merged
 
     def sizes(self, length: int, stateful: bool, past: int = 0) -> Sizes:
         item = self.dtype.itemsize
@@ -157,12 +189,12 @@ class _Question:
 
     def plan(self, kernel: Kernel, norm: Normalizer, length: int, stateful: bool, past: int = 0) -> Plan:
         """Of a call with ``length`` tokens; ``past`` keys are cached before them."""
-        return choose(kernel, norm, merge(Causal()), self.sizes(length, stateful, past), stateful=stateful)
+        return choose(kernel, norm, self.merged, self.sizes(length, stateful, past), stateful=stateful)
 
     def grows_because(self, kernel: Kernel, norm: Normalizer, length: int) -> str:
         """Why there is no state of a fixed size; empty if there is one."""
         sizes = self.sizes(length, True)
-        return unsupported(kernel, norm, merge(Causal()), "chunked", "features", sizes, True) or ""
+        return unsupported(kernel, norm, self.merged, "chunked", "features", sizes, True) or ""
 
     def reading(self, kernel: Kernel, norm: Normalizer, length: int) -> Plan:
         return self.plan(kernel, norm, length, not self.training)
@@ -172,7 +204,7 @@ class _Question:
 
     def decode(self, kernel: Kernel, norm: Normalizer, length: int) -> Plan:
         """Of one token after the state that ``length`` tokens leave."""
-        cached = length
+        cached = length if self.merged.left is None else min(length, self.merged.left)
         if self.state(kernel, norm, length).path == "features":
             cached = min(length, kernel.window) if isinstance(kernel, Mixed) else 0
         return self.plan(kernel, norm, 1, True, cached)
@@ -198,7 +230,8 @@ class _Question:
                 decode=first_length(lambda n: self.decode(kernel, norm, n).seconds < self.decode(*other, n).seconds),
                 reading=first_length(lambda n: self.reading(kernel, norm, n).seconds < self.reading(*other, n).seconds),
             )
-        return Option(name, _choice(reading), _choice(decode), state.state_bytes, not why, why, found)
+        fixed = not why or (self.merged.left is not None and context >= self.merged.left)
+        return Option(name, _choice(reading), _choice(decode), state.state_bytes, fixed, why, found)
 
 
 def _choice(plan: Plan) -> Choice:

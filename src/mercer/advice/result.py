@@ -59,8 +59,8 @@ class Option:
         reading: of the whole context, leaving a state; in training forward and backward, without a state.
         decode: of one more token after the context.
         state_bytes: of the state after the context.
-        fixed: whether the state has the same size at any length.
-        grows_because: why it has not, and a cache of keys and values is kept; empty if it has.
+        fixed: whether the state has the same size at any greater length: a state of features, or a window's cache.
+        grows_because: why it is no state of features, and a cache of keys and values is kept; empty if it is one.
         crossings: against softmax; None for softmax itself and for whatever else keeps a cache that grows.
     """
 
@@ -83,6 +83,7 @@ class Advice:
         cache_bytes: of softmax's keys and values after the context.
         softmax: what the others are compared with.
         options: the attentions asked for, in their order.
+        structure: which of the tokens before it a token sees, by name.
     """
 
     dim: int
@@ -97,6 +98,7 @@ class Advice:
     cache_bytes: int
     softmax: Option
     options: tuple[Option, ...]
+    structure: str = "causal"
 
     @property
     def least_reading(self) -> Option:
@@ -151,7 +153,8 @@ class Advice:
     def __str__(self) -> str:
         heads = f"{self.heads} heads" + (f" on {self.kv_heads} key heads" if self.kv_heads != self.heads else "")
         width = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim}, values of {self.value_dim}"
-        about = f"{heads} of {width}, {self.context:,} tokens, batch {self.batch}, {self.dtype}; times as of "
+        under = "" if self.structure == "causal" else f" under {self.structure}"
+        about = f"{heads} of {width}, {self.context:,} tokens{under}, batch {self.batch}, {self.dtype}; times as of "
         phase = "training" if self.training else "reading"
         rows = [
             ("", "", "", "", "less than softmax from a context of", "", ""),

@@ -33,6 +33,9 @@ def advise(
         list[str] | None,
         typer.Option("--attention", "-a", help="What to compare, such as softmax or taylor2-l2; may be repeated."),
     ] = None,
+    structure: Annotated[
+        str, typer.Option(help="Which of the tokens before it a token sees: window(512), strided(128), ...")
+    ] = "causal",
     training: Annotated[
         bool, typer.Option("--training", help="Forward and backward instead of reading a context.")
     ] = False,
@@ -77,5 +80,6 @@ def advise(
         device=device,
         machine=numbers,
         training=training,
+        structure=structure,
     )
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else str(found))

@@ -71,12 +71,20 @@ def _layer(name: str, structure: str, attention: Any, relative: Any) -> dict[str
     """An attention layer's names and the bytes of the state that one sequence leaves in it; None without a state."""
     import torch
 
+    from mercer.core.cost import cache_bytes
+    from mercer.core.merged import merge
+    from mercer.core.support import Sizes
     from mercer.models.visibility import ending
     from mercer.ops import plan
 
     names = {"attention": name, "structure": structure}
     if ending(attention.structure) is not None:
         return names | {"state": None, "state_bytes": None}
+    merged = merge(attention.structure)
+    if merged.patterns:  # a cache, whatever the kernel; a plan would lay out the tiles of every context for the same
+        heads, size = (attention.heads, attention.kv_heads), attention.head_dim
+        bytes_ = {str(n): cache_bytes(merged, Sizes(1, *heads, n, n, size, size)) for n in CONTEXTS}
+        return names | {"state": "pairs", "state_bytes": bytes_}
     by_length = attention.rotary is not None and attention.rotary.by_length  # keeps keys, to turn them anew
     sizes = {}
     for context in CONTEXTS:

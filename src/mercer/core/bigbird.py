@@ -63,7 +63,10 @@ class RandomBlocks(Pattern):
 
     def table(self, total: int) -> NDArray[np.int64]:
         """The blocks that each block of queries sees, ``[heads or 1, blocks, count]``, -1 for none."""
-        return _drawn(self.count, self.seed, self.heads or 1, self.apart, self.causal, math.ceil(total / self.size))
+        blocks = math.ceil(total / self.size)
+        # A causal draw is part of that of any longer sequence, so one of few lengths serves all that tiles ask about.
+        most = 1 << max(blocks - 1, 0).bit_length() if self.causal else blocks
+        return _drawn(self.count, self.seed, self.heads or 1, self.apart, self.causal, most)[:, :blocks]
 
     def sees(self, at: Place) -> Tensor:
         if self.heads is not None and at.head.max() >= self.heads:

@@ -93,6 +93,11 @@ def parse_structure(name: str) -> Structure:
     return _Reader(name).whole()
 
 
+def causal(structure: Structure) -> Structure:
+    """The structure without what comes after a token."""
+    return structure if any(isinstance(part, Causal) for part in structure.parts) else Causal() & structure
+
+
 def structure_name(structure: Structure) -> str:
     """The name of a structure; the inverse of :func:`parse_structure`, with the words in one way of writing.
 

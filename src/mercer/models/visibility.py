@@ -28,12 +28,10 @@ def causal_structure(name: str, window: int | None = None) -> Structure:
     Raises:
         InvalidArgument: the name is unknown.
     """
-    from mercer.core.structure_names import parse_structure
-    from mercer.core.structures import Causal, Window
+    from mercer.core.structure_names import causal, parse_structure
+    from mercer.core.structures import Window
 
-    found = parse_structure(name)
-    if not any(isinstance(part, Causal) for part in found.parts):
-        found = Causal() & found
+    found = causal(parse_structure(name))
     return found if window is None else found & Window.last(window)
 
 
