@@ -92,6 +92,24 @@ def test_another_attention_and_dtype(folder):
     assert mercer("generate", "-m", folder, "the cat", *common, "--dtype", "bfloat16").exit_code == 0
 
 
+@pytest.mark.slow  # compiles the step
+def test_packed_weights_write_and_score_the_same(folder, theirs, tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text(TEXT)
+    common = ["generate", "-m", folder, "the cat", "-n", 20, "--temperature", 0, "-q"]
+    assert mercer(*common, "--weights", "as_is").stdout == mercer(*common).stdout
+    losses = [
+        json.loads(mercer("score", "-m", folder, file, "--json", *flags).stdout)["loss"]
+        for flags in ([], ["--weights", "as_is"], ["--weights", "int8"])
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert losses[2] == pytest.approx(losses[0], abs=0.1)
+    assert losses[2] != pytest.approx(losses[0], abs=1e-4)
+    flags = ["-m", folder, "-n", 8, "--temperature", 0, "-q"]
+    lines = ["the cat", "on the mat?"]
+    assert chatting(*flags, "--weights", "as_is", lines=lines).stdout == chatting(*flags, lines=lines).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -103,6 +121,7 @@ def test_another_attention_and_dtype(folder):
         (["-m", "FOLDER", "a", "--logprobs", "9999", "--json"], "--logprobs 9999: from 0 to the vocabulary's 332"),
         (["-m", "FOLDER", "a", "--dtype", "int8"], "--dtype is 'int8'; it is one of float32"),
         (["-m", "FOLDER", "a", "--attention", "softmaxx"], "softmaxx"),
+        (["-m", "FOLDER", "a", "--weights", "int2"], "weights must be one of as_is, bfloat16, int8, int4, not 'int2'"),
         (["-m", "FOLDER", "a", "--threads", "0"], "--threads is 0; at least 1 is needed"),
         (["-m", "FOLDER", "a", "--min-p", "2"], "--min-p is 2.0; it is from 0 to 1"),
         (["-m", "FOLDER", "a", "--repetition-penalty", "0"], "--repetition-penalty is 0.0; it is a finite number"),

@@ -8,6 +8,7 @@ from tests.inference.test_generate import build
 from torch import nn
 
 from mercer.errors import InvalidArgument
+from mercer.inference.engine import prepare
 from mercer.inference.generate import complete, generate, stream
 from mercer.inference.reading import Reading
 from mercer.inference.sampler import Sampling
@@ -96,6 +97,21 @@ def test_rows_that_ended_are_no_longer_computed_and_change_nothing(monkeypatch):
     assert [one.tokens for one in got] == expected
     assert [one.finish for one in got] == ["end" if tokens[-1] == end else "length" for tokens in expected]
     assert batches == [4] + [sum(len(tokens) > n for tokens in expected) for n in range(1, 8)]
+
+
+@pytest.mark.slow  # compiles the step
+def test_packed_weights_write_the_same_in_batches_whose_rows_end():
+    pytest.importorskip("numba")
+    model = build(kv_heads=2)
+    engine, prompts = prepare(model), [list(prompt) for prompt in PROMPTS]
+    assert engine.reason is None
+    options = {"sampling": Sampling(0.8, top_k=20), "ends": range(40), "seed": 5}
+    together, plain = complete(engine, prompts, 12, **options), complete(model, prompts, 12, **options)
+    assert [one.tokens for one in together] == [one.tokens for one in plain]
+    assert len({len(one.tokens) for one in plain}) > 1
+    for i, prompt in enumerate(prompts):
+        alone = list(generate(engine, prompt, 12, Sampling(0.8, top_k=20), seed=5 + i, ends=range(40)))
+        assert alone == together[i].tokens
 
 
 class Shifted(nn.Module):

@@ -51,6 +51,7 @@ def chat(
     checkpoint: options.CheckpointName = "last",
     attention: options.Attention = None,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     rope_scaling: options.RopeScaling = None,
     allow_longer: options.AllowLonger = False,
     device: options.Device = "cpu",
@@ -67,7 +68,9 @@ def chat(
     with as_typed(chat):
         sampling = options.sampling_of(max_tokens, seed, temperature, top_k, top_p, min_p, repetition_penalty)
         variables = dict(_variable(text) for text in variable or ())
-        found, lm = options.opened(model, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer)
+        found, lm = options.opened(
+            model, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer, weights
+        )
         conversation = Conversation(
             lm,
             found.vocabulary,

@@ -53,6 +53,7 @@ def generate(
     checkpoint: options.CheckpointName = "last",
     attention: options.Attention = None,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     rope_scaling: options.RopeScaling = None,
     allow_longer: options.AllowLonger = False,
     device: options.Device = "cpu",
@@ -71,7 +72,9 @@ def generate(
     if not text:
         raise InvalidArgument("the prompt is empty; give at least one character")
     with as_typed(generate):
-        found, lm = options.opened(path, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer)
+        found, lm = options.opened(
+            path, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer, weights
+        )
         try:
             tokens = found.vocabulary.prompt(text)
         except UnicodeDecodeError as error:

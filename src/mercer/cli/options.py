@@ -34,6 +34,14 @@ Dtype = Annotated[
         show_default=False,
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="Pack the weights for quick steps on the CPU: as_is, bfloat16, int8 or int4. Needs the extra cpu.",
+        rich_help_panel="Model",
+        show_default=False,
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel="Model")]
 Threads = Annotated[
     int | None,
@@ -100,10 +108,11 @@ def opened(
     dtype: str | None,
     device: str,
     threads: int | None,
-    rope_scaling: str | None = None,
-    allow_longer: bool = False,
+    rope_scaling: str | None,
+    allow_longer: bool,
+    weights: str | None,
 ) -> "tuple[Checkpoint, Any]":
-    """What was opened, and its model with the positions that were asked for."""
+    """What was opened, and its model with the positions and the weights that were asked for."""
     import torch
 
     from mercer.cli.locate import open_model
@@ -117,6 +126,10 @@ def opened(
     if rope_scaling is not None or allow_longer:
         scaling = lm.config.rope_scaling if rope_scaling is None else _scaling(rope_scaling)
         lm = lm.with_positions(rope_scaling=scaling, allow_longer=allow_longer)
+    if weights is not None:
+        from mercer.inference.engine import prepare
+
+        lm = prepare(lm, weights)
     return found, lm
 
 

@@ -36,6 +36,7 @@ def score(
     checkpoint: options.CheckpointName = "last",
     attention: options.Attention = None,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     rope_scaling: options.RopeScaling = None,
     allow_longer: options.AllowLonger = False,
     device: options.Device = "cpu",
@@ -51,7 +52,9 @@ def score(
 
     texts = [(name, options.file_of(name)) for name in files]
     with as_typed(score):
-        found, lm = options.opened(model, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer)
+        found, lm = options.opened(
+            model, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer, weights
+        )
         told: list[dict[str, Any]] = []
         for name, text in texts:
             try:
