@@ -17,6 +17,7 @@ from mercer import (
     Length,
     Longformer,
     Padding,
+    PrefixLM,
     RandomBlocks,
     Sum,
     Visible,
@@ -122,3 +123,26 @@ def test_a_function_of_positions_serves_documents_that_run_side_by_side(beside):
     for form in ("dense", "chunked", "recurrent"):
         out, _ = attention(*tensors, structure=causal, form=form, return_state=True)
         assert_close(out, expected, 20 * DIM, form)
+
+
+def test_windows_that_reach_past_all_numbers_are_refused():
+    """A position and 2^63 - 1 overflow: the window hid every key."""
+    for name in ("left", "right"):
+        with pytest.raises(InvalidArgument, match=f"{name}=9223372036854775807 is farther than any key: say None"):
+            Window(**{"left": 0, "right": 0, name: 2**63 - 1})
+    with pytest.raises(InvalidArgument, match="say None"):
+        Window(2**61, 0, dilation=3)
+    compare(Window(1, 2**62), 9, 9)
+    compare(Window(2**62, 1) & Padding(torch.arange(9).expand(BATCH, -1) > 1), 9, 9)
+    compare(Window(2**61, 0, dilation=2) | Global((3,)), 9, 9)
+
+
+def test_prefixes_of_rows_may_be_of_any_length_and_of_no_rows():
+    """The longest was written out position by position; without rows there is none."""
+    tensors = inputs(9, 9)
+    far, near = (PrefixLM(torch.tensor([n, 2])) for n in (10**12, 9))
+    for form in ("dense", "chunked"):
+        out = attention(*tensors, structure=far, form=form)
+        assert_close(out, attention(*tensors, structure=near, form="dense"), 9 * DIM, form)
+        none = attention(*inputs(9, 9, batch=0), structure=PrefixLM(torch.zeros(0, dtype=torch.int64)), form=form)
+        assert none.shape == (0, HEADS, 9, DIM)

@@ -115,7 +115,7 @@ class Fixed(Pattern):
 class _Chosen(Pattern):
     """Keys, or queries, at chosen positions; not ``exact``: some rows have others, at these positions too."""
 
-    positions: tuple[int, ...]
+    positions: tuple[int, ...] | range
     of_keys: bool
     exact: bool = True
     pairwise = True
@@ -129,9 +129,10 @@ class _Chosen(Pattern):
 
     def candidates(self, geometry: Geometry) -> Candidates:
         if self.of_keys:
-            chosen = np.array(self.positions, dtype=np.int64)
+            known = self.positions
+            chosen = known if isinstance(known, range) else np.array(known, dtype=np.int64)
             return Candidates(lambda _: chosen)
-        return Candidates(lambda _: range(geometry.first_key, geometry.stop), queries=self.positions)
+        return Candidates(lambda _: range(geometry.first_key, geometry.stop), queries=tuple(self.positions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,8 +290,8 @@ class Prefix(Pattern):
 
     def __post_init__(self) -> None:
         _check_prefix("Prefix", self.length)
-        if isinstance(self.length, Tensor) and bool((self.length == self.length[0]).all()):
-            object.__setattr__(self, "length", int(self.length[0]))
+        if isinstance(self.length, Tensor) and bool((self.length == self.length[:1]).all()):
+            object.__setattr__(self, "length", int(self.length[0]) if len(self.length) else 0)
 
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -317,7 +318,7 @@ class Prefix(Pattern):
         return int(self.length.max()) if isinstance(self.length, Tensor) else self.length
 
     def plain(self) -> Pattern:
-        return _Chosen(tuple(range(self.longest)), True, exact=False) if self.per_row else self
+        return _Chosen(range(self.longest), True, exact=False) if self.per_row else self
 
     def in_row(self, row: int) -> Pattern:
         return Prefix(int(self.length[row])) if isinstance(self.length, Tensor) else self

@@ -285,13 +285,13 @@ class _Builder:
         self, queries: Positions, keys: Positions, shown: tuple[int, ...], hidden: tuple[int, ...]
     ) -> NDArray[np.bool_]:
         """Visibility ``[rows or 1, heads or 1, queries, keys]``; where totals differ, what any of them shows."""
+        if not self.exact:  # candidates are enough, the call asks
+            return np.ones((1, 1, len(queries), len(keys)), dtype=np.bool_)
         device = self.geometry.device
         query = torch.from_numpy(queries).to(device).view(1, 1, -1, 1)
         key = torch.from_numpy(keys).to(device).view(1, 1, 1, -1)
         place = Place(query, key, self.total, self.row, self.head)
         seen = union([self.terms[i] for i in shown], place)
-        if not self.exact:  # candidates are enough, the call asks
-            return np.ones((1, 1, len(queries), len(keys)), dtype=np.bool_)
         if hidden:
             seen = seen & ~union([self.terms[i] for i in hidden], place)
         return seen.expand(-1, -1, len(queries), len(keys)).cpu().numpy()

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go  # pyright: ignore[reportMissingTypeStubs]
 
 
+FARTHEST = 2**62
+"""No window reaches farther."""
+
+
 class Structure:
     """Base of all structures; a conjunction of parts."""
 
@@ -315,6 +319,9 @@ class Window(Pattern):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InvalidArgument(f"Window: {name} must be an integer of 0 or more, or None, not {value!r}.")
         at_least("Window", dilation=self.dilation)
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None and value * self.dilation > FARTHEST:  # sums of it and a position must not overflow
+                raise InvalidArgument(f"Window: {name}={value} is farther than any key: say None for no limit.")
 
     @staticmethod
     def last(width: int, dilation: int = 1) -> Window:
