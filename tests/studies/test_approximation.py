@@ -270,3 +270,17 @@ def test_biases_by_distance_are_refused() -> None:
     model = DecoderLM(ModelConfig(vocab_size=8, dim=8, layers=1, heads=2, position="t5"))
     with pytest.raises(Unsupported, match="T5's biases by distance"):
         model_inputs(model, torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("settings", [{"structure": ["causal", "strided(4)", "causal"]}, {"window": 5}])
+def test_layers_are_measured_under_their_own_structure_or_refused_at_once(
+    shrunk: Path, settings: dict[str, Any]
+) -> None:
+    folder = saved_model(shrunk, **settings)
+    with pytest.raises(Unsupported, match=r"Layer [01] of the model sees .*, under which exp@3:taylor2-sum cannot be"):
+        study(shrunk, model=folder, attentions=["taylor2-sum", "exp@3:taylor2-sum"])
+    assert not (shrunk / "study").exists()
+    record = study(shrunk, model=folder, attentions=["taylor2-sum"])
+    plain = study(shrunk, model=saved_model(shrunk), attentions=["taylor2-sum"], out="plain")
+    sparse, whole = ([p.error for p in found.points if p.inputs == "layer1"] for found in (record, plain))
+    assert sparse != whole

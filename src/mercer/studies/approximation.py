@@ -18,7 +18,7 @@ from mercer.runtime.words import count
 from mercer.studies.approximation_arms import parse_arms
 from mercer.studies.approximation_inputs import (
     Inputs,
-    attention_layers,
+    check_layers,
     model_inputs,
     random_inputs,
     text_windows,
@@ -143,7 +143,7 @@ class _Study:
         self.arms = parse_arms(attentions or self.plan.attentions)
         self.given = None if model is None else load_model(model)
         if self.given is not None:
-            attention_layers(self.given)  # a fault here should not wait until the text is read
+            check_layers(self.given, self.arms)  # a fault here should not wait until the text is read
         self.source = "trained here" if model is None else Path(model).name
         self.length = (
             TRAINING["length"] if self.given is None else min(TRAINING["length"], self.given.config.max_length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from mercer.approximation import gaussian_inputs
 from mercer.core.log_weights import Alibi
+from mercer.core.merged import merge
 from mercer.core.structures import Causal, Structure
+from mercer.core.support import unsupported
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.models.decoder import DecoderLM
 from mercer.models.vocabulary import Vocabulary
 from mercer.nn.attention import Attention
+from mercer.studies.approximation_arms import Arm
 from mercer.training.data import windows
 
 
@@ -62,6 +65,22 @@ def attention_layers(model: DecoderLM) -> list[Attention]:
                 "a model without."
             )
     return layers
+
+
+def check_layers(model: DecoderLM, arms: Sequence[Arm]) -> None:
+    """Refuse a model whose layers the study cannot measure under their own structure.
+
+    Raises:
+        Unsupported: :func:`attention_layers` does, or an arm cannot be computed under the structure of a layer.
+    """
+    for number, layer in enumerate(attention_layers(model)):
+        for arm in arms:
+            reason = unsupported(arm.kernel, arm.normalizer, merge(layer.structure), "dense", "pairs")
+            if reason is not None:
+                raise Unsupported(
+                    f"Layer {number} of the model sees {layer.structure}, under which {arm.record.name} cannot be "
+                    f"computed; name attentions that can. {reason}"
+                )
 
 
 def model_inputs(model: DecoderLM, tokens: Tensor) -> list[Inputs]:
