@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.checkpoints.zoo import DECODERS, ENCODERS, make, tokens
+from tests.checkpoints.zoo import DECODERS, ENCODERS, SEQ2SEQ, frames, make, tokens
 from torch import Tensor, nn
 
 from mercer import checkpoints
 from mercer.checkpoints.family import find_family
+from mercer.checkpoints.reading import stored
 
 BOUND = 1e-5
 """Of the largest number of what is compared, in float32."""
@@ -37,7 +38,7 @@ def decoder(name: str, folder: Path) -> dict[str, float]:
         for side in ("left", "right"):
             errors[side] = error(padded(ours, ids, side), wanted.logits)
     errors["written"] = written_error(ours, theirs, folder, lambda model: model(ids).logits)
-    errors["gradients"] = gradient_error(ours, theirs, lambda model: model(ids).logits, ids, folder)
+    errors["gradients"] = gradient_error(ours, theirs, lambda model: model(ids).logits, (ids,), folder)
     return errors
 
 
@@ -60,8 +61,50 @@ def encoder(name: str, folder: Path) -> dict[str, float]:
         for side in ("left", "right"):
             errors[side] = error(padded(ours, ids, side), wanted)
     errors["written"] = written_error(ours, theirs, folder, lambda model: output(model(**there)))
-    errors["gradients"] = gradient_error(ours, theirs, lambda model: output(model(**there)), ids, folder)
+    errors["gradients"] = gradient_error(ours, theirs, lambda model: output(model(**there)), (ids,), folder)
     return errors
+
+
+def seq2seq(name: str, folder: Path) -> dict[str, float]:
+    """Errors of an encoder-decoder."""
+    theirs = make(*SEQ2SEQ[name], folder)
+    ours = checkpoints.load(folder)
+    speech = name.startswith("whisper")
+    source, ids = frames() if speech else tokens(length=29), tokens(length=19, seed=2)
+    there = {"input_features" if speech else "input_ids": source, "decoder_input_ids": ids}
+    if not speech:
+        there["attention_mask"] = torch.ones_like(source)
+
+    def answer(model: Any) -> Tensor:
+        return model(**there).logits
+
+    with torch.no_grad():
+        result = theirs(**there, output_hidden_states=True)
+        wanted = result.logits
+        errors = {"logits": error(ours(source, ids), wanted)}
+        errors["hidden"] = max(
+            hidden_error(lambda: ours(source, ids), ours.encoder.blocks, result.encoder_hidden_states),
+            hidden_error(lambda: ours(source, ids), ours.decoder.blocks, result.decoder_hidden_states),
+        )
+        decoder = ours.conditioned(source)
+        if "full" not in name:  # how many tokens an expert takes is counted by call
+            errors["cached"] = error(stepwise(decoder, ids, (7, 1, 1, 3, 1)), wanted)
+        for side in ("left", "right"):
+            errors[side] = error(padded(decoder, ids, side), wanted)
+            if not speech:
+                memory = padded_source(ours, source, side)
+                errors[side] = max(errors[side], error(memory(ids), wanted))
+    errors["written"] = written_error(ours, theirs, folder, answer)
+    errors["gradients"] = gradient_error(ours, theirs, answer, (source, ids), folder)
+    return errors
+
+
+def padded_source(model: Any, source: Tensor, side: str, width: int = 5) -> Any:
+    """A decoder that looks at a source with padding."""
+    filler, real = torch.full((source.shape[0], width), 3), torch.ones_like(source, dtype=torch.bool)
+    parts = [(filler, torch.zeros_like(filler, dtype=torch.bool)), (source, real)]
+    both, mask = (torch.cat(each, 1) for each in zip(*(parts if side == "left" else parts[::-1]), strict=True))
+    return model.conditioned(both, padding=mask)
 
 
 def hidden_error(call: Callable[[], Any], blocks: nn.ModuleList, wanted: tuple[Tensor, ...]) -> float:
@@ -72,7 +115,8 @@ def hidden_error(call: Callable[[], Any], blocks: nn.ModuleList, wanted: tuple[T
     for hook in hooks:
         hook.remove()
     length = found[0].shape[1]  # some of theirs pad what comes in
-    return max(error(f, w[:, :length]) for f, w in zip(found[:-1], wanted[1:-1], strict=True))
+    pairs = zip(found[:-1], wanted[1:-1], strict=True)
+    return max((error(f, w[:, :length]) for f, w in pairs), default=0.0)
 
 
 def stepwise(model: Any, ids: Tensor, pieces: tuple[int, ...]) -> Tensor:
@@ -101,14 +145,16 @@ def padded(model: Any, ids: Tensor, side: str, width: int = 5) -> Tensor:
     return logits[:, width:] if side == "left" else logits[:, : ids.shape[1]]
 
 
-def gradient_error(ours: Any, theirs: Any, call: Callable[[Any], Tensor], ids: Tensor, folder: Path) -> float:
+def gradient_error(
+    ours: Any, theirs: Any, call: Callable[[Any], Tensor], given: tuple[Tensor, ...], folder: Path
+) -> float:
     """Of the gradients of every tensor on disk, under the square of what comes out beside fixed numbers.
 
     What is nearly nothing beside the largest gradient is compared with a tenth of that: biases of keys have none at
     all under softmax, and what is found there is rounding. Their model is used up.
     """
     target: Tensor | None = None
-    for model, out in ((ours, ours(ids)), (theirs, call(theirs))):
+    for model, out in ((ours, ours(*given)), (theirs, call(theirs))):
         if target is None:
             target = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
         model.zero_grad()
@@ -124,9 +170,10 @@ def gradient_error(ours: Any, theirs: Any, call: Callable[[Any], Tensor], ids: T
 
 def written_gradients(model: Any, family: str) -> dict[str, Tensor]:
     """Our gradients under the names, and in the layouts, of the tensors on disk."""
-    parameters = dict(model.named_parameters())
+    names = find_family(family).names(model.config)
+    parameters = stored(model, names)
     found: dict[str, Tensor] = {}
-    for rule in find_family(family).names(model.config).rules:
+    for rule in names.rules:
         parameter = parameters[rule.ours]
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         found |= dict(zip(rule.theirs, rule.write(grad), strict=True))
@@ -151,7 +198,8 @@ def saved_gradients(model: Any, ours: Any, folder: Path) -> dict[str, Tensor]:
 def written_error(ours: Any, theirs: Any, folder: Path, call: Callable[[Any], Tensor]) -> float:
     """Of what transformers computes with the checkpoint that we write."""
     again = folder.with_name(folder.name + "-written")
-    checkpoints.save(ours, again, family=theirs.config.model_type)
+    extra = checkpoints.open_checkpoint(folder).ignored
+    checkpoints.save(ours, again, family=theirs.config.model_type, extra=extra)
     back = type(theirs).from_pretrained(again).eval()
     with torch.no_grad():
         return error(call(back), call(theirs))

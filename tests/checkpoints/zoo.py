@@ -91,14 +91,75 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Encoders of tokens: of each name the class and its configuration."""
 
 
+def _marian_like(**changes: Any) -> dict[str, Any]:
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 64))}
+    return (
+        sides
+        | {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "pad_token_id": 2,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 2,
+        }
+        | changes
+    )
+
+
+def _t5_like(**changes: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    } | changes
+
+
+_SWITCH = {"num_decoder_layers": 2, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+
+SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
+    "marian": ("MarianMTModel", _marian_like(max_position_embeddings=128)),
+    "marian, scaled": (
+        "MarianMTModel",
+        _marian_like(max_position_embeddings=128, scale_embedding=True, activation_function="swish", decoder_layers=1),
+    ),
+    "t5": ("T5ForConditionalGeneration", _t5_like()),
+    "t5 1.1": (
+        "T5ForConditionalGeneration",
+        _t5_like(feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=3),
+    ),
+    "switch_transformers": ("SwitchTransformersForConditionalGeneration", _t5_like(**_SWITCH)),
+    "switch_transformers, full": (
+        "SwitchTransformersForConditionalGeneration",
+        _t5_like(**_SWITCH | {"expert_capacity": 3}),
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        _marian_like(num_mel_bins=8, max_source_positions=32, max_target_positions=64),
+    ),
+}
+"""Encoder-decoders: of each name the class and its configuration."""
+
+
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:
-    """Matrices N(0, 0.3^2); vectors (biases, norms) moved by N(0, 0.1^2)."""
+    """Matrices N(0, 0.3^2), or half of that where scores are not divided by sqrt(d); vectors (biases, norms) moved by
+    N(0, 0.1^2). What is fixed, such as tables of sinusoids that are not saved, stays.
+    """
+    spread = 0.15 if model.config.model_type in ("t5", "switch_transformers") else 0.3
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue
             drawn = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
-                parameter.copy_(drawn * 0.3)
+                parameter.copy_(drawn * spread)
             else:
                 parameter.add_(drawn * 0.1)
     model.tie_weights()
@@ -113,6 +174,11 @@ def make(kind: str, settings: dict[str, Any], folder: Path, **options: Any) -> t
     redraw(model)
     model.save_pretrained(folder, **options)
     return model
+
+
+def frames(rows: int = 2, bins: int = 8, length: int = 64) -> torch.Tensor:
+    """Frames of a spectrogram."""
+    return torch.randn(rows, bins, length, generator=torch.Generator().manual_seed(3))
 
 
 def tokens(rows: int = 2, length: int = 37, seed: int = 1) -> torch.Tensor:

@@ -89,7 +89,8 @@ class Rule:
     """One parameter here, and the tensors on disk that it is made of, one under the other.
 
     ours: its name here. theirs: theirs on disk. layouts: how each lies there, one for all or one each. rows: how many
-    rows of ours each makes; only with several. shape: of ours, where it has more dimensions than the pieces.
+    rows of ours each makes; only with several. shape: of ours, where it has other dimensions than the pieces; stored:
+    then of a single piece, where it is not the rows of ours one under the other.
     """
 
     ours: str
@@ -97,6 +98,7 @@ class Rule:
     layouts: tuple[Layout, ...] = (AS_IS,)
     rows: tuple[int, ...] = ()
     shape: tuple[int, ...] | None = None
+    stored: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.layouts) not in (1, len(self.theirs)) or len(self.rows) not in (0, len(self.theirs)):
@@ -121,7 +123,9 @@ class Rule:
 
     def write(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The pieces on disk from our tensor; views where they can be."""
-        if self.shape is not None:
+        if self.stored is not None:
+            tensor = tensor.reshape(self.stored)
+        elif self.shape is not None:
             tensor = tensor.flatten(0, len(self.shape) - 2)
         pieces = (tensor,) if len(self.theirs) == 1 else tensor.split(self.rows)
         return tuple(layout.write(piece) for layout, piece in zip(self._each_layout(), pieces, strict=True))

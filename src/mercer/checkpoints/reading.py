@@ -149,12 +149,19 @@ def fill(
     """A model of a configuration with the tensors of a source."""
     with torch.device("meta"):  # what no file has, such as random directions, gets values all the same
         model = build(config)
-    check(source, names, dict(model.named_parameters()))
+    check(source, names, stored(model, names))
     if attention is not None:
         with torch.device("meta"):
             model = build(with_attention(config, attention))
     model.load_state_dict(dict(read_all(source, names, dtype, device)), strict=False, assign=True)
     return model.to(device).eval()
+
+
+def stored(model: nn.Module, names: Names) -> dict[str, Tensor]:
+    """The model's parameters, and those of its buffers that a rule names: fixed tables that are saved."""
+    ruled = {rule.ours for rule in names.rules}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in ruled}
+    return dict(model.named_parameters()) | buffers
 
 
 def check(source: Source, names: Names, parameters: dict[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mercer.checkpoints.family import config_values, family_of, find_family
-from mercer.checkpoints.reading import CONFIG
+from mercer.checkpoints.reading import CONFIG, stored
 from mercer.checkpoints.source import INDEX, SINGLE
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.runtime.files import new_folder, write_json
@@ -46,13 +46,16 @@ def save(
     if not isinstance(config, chosen.config):
         raise Unsupported(f"{chosen.name} is made of a {chosen.config.__name__}, not of a {type(config).__name__}")
     values = dict(config_values(chosen, config))
-    if again := sorted(values.keys() & (extra or {}).keys() - {"architectures", "model_type"}):
-        raise InvalidArgument(f"extra has {again[0]}, which the model's configuration says")
+    for key in sorted(values.keys() & (extra or {}).keys() - {"architectures", "model_type"}):
+        if (extra or {})[key] != values[key]:
+            raise InvalidArgument(
+                f"extra has {key} = {(extra or {})[key]!r}, and the model's configuration says {values[key]!r}"
+            )
     if shard_bytes < 1:
         raise InvalidArgument(f"shard_bytes is {shard_bytes}; it is at least 1")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgument(f"{folder} is not an empty folder; name a new one")
-    parameters = dict(model.named_parameters())
+    parameters = stored(model, chosen.names(config))
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})
     values = {**(extra or {}), **values}
     values["dtype"] = dtypes[0] if len(dtypes) == 1 else "float32"

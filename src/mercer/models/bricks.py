@@ -6,6 +6,7 @@ from mercer.models.block_config import BlockConfig
 from mercer.models.initial import generator_of
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
+from mercer.nn.cross_attention import CrossAttention
 from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.norms import LayerNorm, RMSNorm
@@ -51,6 +52,24 @@ def make_attention(
         recency=recency,
         bias=tuple(part for part in config.biased if part in ATTENTION_PARTS),
         generator=generator_of(config.seed, f"{name}.{layer}.attention.kernel_tensors"),
+    )
+
+
+def make_cross_attention(config: BlockConfig, layer: int, *, name: str = "blocks") -> CrossAttention:
+    """The attention of a decoder's layer to a memory, with the kernel of that layer."""
+    kernel, normalizer = parse_attention(config.attentions[layer])
+    return CrossAttention(
+        config.dim,
+        config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        kernel=kernel,
+        normalizer=normalizer,
+        scale=config.attention_scale,
+        gain=config.gain if takes_gain(normalizer) else "none",
+        gain_init=1.0 if config.gain_init is None else config.gain_init,
+        bias=tuple(part for part in config.biased if part in ATTENTION_PARTS),
+        generator=generator_of(config.seed, f"{name}.{layer}.cross.kernel_tensors"),
     )
 
 

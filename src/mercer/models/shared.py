@@ -20,9 +20,10 @@ def sharing(model: Model, attention: str | Sequence[str]) -> Model:
     config = type(model.config)(**{**model.config.model_dump(), "attention": names})  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     with torch.device("meta"):  # shapes alone; what a kernel brings along has values all the same
         twin = type(model)(config)
-    old = dict(model.named_parameters())
+    old = dict(model.named_parameters()) | dict(model.named_buffers())
     for path, module in twin.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                module._parameters[name] = old[f"{path}.{name}".removeprefix(".")]
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    held[name] = old[f"{path}.{name}".removeprefix(".")]
     return twin.to(next(model.parameters()).device).train(model.training)

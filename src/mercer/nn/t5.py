@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from mercer.core.log_weights import RelativeBias
 from mercer.errors import InvalidArgument
+from mercer.nn.values import with_values
 
 
 def t5_buckets(ahead: Tensor, *, bidirectional: bool, buckets: int = 32, max_distance: int = 128) -> Tensor:
@@ -62,8 +63,9 @@ class T5Bias(nn.Module):
         if heads < 1:
             raise InvalidArgument(f"T5's bias needs at least one head, got {heads}")
         self.bidirectional, self.max_distance = bidirectional, max_distance
-        ahead = torch.arange(-max_distance, max_distance + 1 if bidirectional else 1)
-        found = t5_buckets(ahead, bidirectional=bidirectional, buckets=buckets, max_distance=max_distance)
+        with with_values():
+            ahead = torch.arange(-max_distance, max_distance + 1 if bidirectional else 1)
+            found = t5_buckets(ahead, bidirectional=bidirectional, buckets=buckets, max_distance=max_distance)
         self.bucket: Tensor  # of each distance
         self.register_buffer("bucket", found, persistent=False)
         self.weight = nn.Parameter(torch.empty(buckets, heads))

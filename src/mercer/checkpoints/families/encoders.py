@@ -9,6 +9,7 @@ from mercer.checkpoints.families.decoders import pairs, refuse_all_but
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, Rule, Twin, same
 from mercer.errors import Unsupported
+from mercer.models.block_config import BlockConfig
 from mercer.models.encoder import Encoder
 from mercer.models.encoder_config import EncoderConfig
 from mercer.nn.activations import default_hidden
@@ -69,20 +70,24 @@ def head_of(architecture: str, keys: Keys) -> dict[str, Any]:
         return {"head": "tokens"}
     keys.aside("tie_word_embeddings")  # there are no scores of tokens
     if architecture.endswith("ForSequenceClassification"):
-        labels = keys.take("num_labels", None, kind=int) or len(keys.take("id2label", {0: "", 1: ""}, kind=dict))
-        return {"head": "classes", "classes": labels, "pool": True}
+        return {"head": "classes", "classes": class_count(keys), "pool": True}
     return {"head": "none", "pool": True}
+
+
+def class_count(keys: Keys) -> int:
+    """How many classes a head has: those that are named, 2 by default."""
+    return keys.take("num_labels", None, kind=int) or len(keys.take("id2label", {0: "", 1: ""}, kind=dict))
 
 
 def architecture_of(config: EncoderConfig, name: str) -> str:
     return name + {"tokens": "ForMaskedLM", "classes": "ForSequenceClassification", "none": "Model"}[config.head]
 
 
-def bert_layer(here: str, there: str, config: EncoderConfig, *, attention: str = "attention.self") -> list[Rule]:
+def bert_layer(here: str, there: str, config: BlockConfig, *, attention: str = "attention.self") -> list[Rule]:
     """Attention and feed-forward of a layer with the names of BERT, without the norms."""
     qkv = tuple(f"{there}.{attention}.{name}" for name in ("query", "key", "value"))
-    rows = (config.dim,) * 3
-    rules = [Rule(f"{here}.attention.qkv.{part}", tuple(f"{name}.{part}" for name in qkv), rows=rows) for part in BOTH]
+    rows, parts = (config.dim,) * 3, BOTH if "qkv" in config.biased else ("weight",)
+    rules = [Rule(f"{here}.attention.qkv.{part}", tuple(f"{name}.{part}" for name in qkv), rows=rows) for part in parts]
     plain = {
         "attention.output": "attention.output.dense",
         "feedforward.input": "intermediate.dense",
