@@ -53,7 +53,6 @@ _HOMES = {
     "longformer": "longformer",
     "esm": "esm",
     "vit": "vit",
-    "decision_transformer": "decision_transformer",
     "gptj": "gptj",
     "gpt_neox": "gpt_neox",
 }
