@@ -66,11 +66,12 @@ def _write(config: EncoderConfig) -> dict[str, Any]:
         "position_embedding_type": "absolute" if learned else "rotary",
         "max_position_embeddings": config.max_length + config.position_start,
         "rope_theta": config.rope_base,
-        "pad_token_id": config.position_start - 1 if learned else 1,
         "emb_layer_norm_before": config.embedding_norm,
         "token_dropout": config.mask_token is not None,
         "tie_word_embeddings": True,
     }
+    if learned:
+        values["pad_token_id"] = config.position_start - 1
     return values if config.mask_token is None else values | {"mask_token_id": config.mask_token}
 
 
