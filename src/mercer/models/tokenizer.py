@@ -57,7 +57,9 @@ class HubVocabulary(Vocabulary):
         for role, name in self.names.items():
             if tokenizer.token_to_id(name) is None:
                 raise InvalidArgument(f"{where} has no token {name!r}, which {role} names")
-        self._text = token_text(json.loads(tokenizer.to_str())["decoder"], where)
+        # Of the decoder alone: the whole tokenizer as JSON is as long as its vocabulary.
+        decoder = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+        self._text = token_text(decoder, where)
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, fields in added.items() if fields.special)
         self._size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
