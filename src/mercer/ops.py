@@ -259,12 +259,14 @@ def _resolve(
         sizes = replace(sizes, log_sums=True)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"scale must be a finite number or None, not {scale!r}.")
-    fits = MixedState if isinstance(kernel, Mixed) else FeatureState
-    if state is not None and not isinstance(state, fits | CacheState):
-        raise InvalidArgument(
-            f"{kernel} continues a {fits.__name__} or, by pairs, a CacheState, not a {type(state).__name__}."
-        )
-    state_path = None if state is None else "pairs" if isinstance(state, CacheState) else "features"
+    state_path = None if state is None else "pairs"
+    if state is not None and not isinstance(state, CacheState):
+        fits = MixedState if isinstance(kernel, Mixed) else FeatureState
+        if not isinstance(state, fits):
+            raise InvalidArgument(
+                f"{kernel} continues a {fits.__name__} or, by pairs, a CacheState, not a {type(state).__name__}."
+            )
+        state_path = "features"
     stateful = state is not None or return_state
     return _Request(kernel, normalizer, merged, sizes, form, path, stateful, state_path, backend)
 
@@ -314,8 +316,8 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         raise InvalidArgument(f"{query_heads} query heads cannot share {key_heads} key heads: Hk must divide Hq.")
     if dim == 0 or value_dim == 0:
         raise InvalidArgument(f"head dimensions must be 1 or more, not {dim} (query, key) and {value_dim} (value).")
-    cache = state.near if isinstance(state, MixedState) else state
-    past_length = cache.keys.shape[2] if isinstance(cache, CacheState) else 0
+    cache = state if isinstance(state, CacheState) else state.near if isinstance(state, MixedState) else None
+    past_length = 0 if cache is None else cache.keys.shape[2]
     entries = merged.entries(batch)
     if state is not None and state.batch != entries:
         raise InvalidArgument(f"The state has {state.batch} batch entries, but this call has {entries}.")
@@ -353,7 +355,7 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, state: State | None, merge
         accumulator,
         query.element_size(),
         "cpu" if query.device.type == "meta" else query.device.type,
-        isinstance(cache, CacheState) and cache.valid is not None,
+        cache is not None and cache.valid is not None,
         torch.is_grad_enabled() and _wants_gradient(query, key, value, state, kernel),
         bfloat16=query.dtype == torch.bfloat16,
     )

@@ -107,7 +107,7 @@ def choose(
         found: list[_Way] = []
         refused: Unsupported | None = None
         forms = _forms(sizes, [f for f, p in possible if p == path], path, form)
-        if path == "pairs" and form == backend == "auto" and _decodes(call):
+        if path == "pairs" and form == backend == "auto" and _decodes(kernel, normalizer, merged, sizes):
             forms = {"chunked": "Few queries: keys and values are read once, as they stand."}
         for name, why_form in forms.items():
             try:
@@ -182,8 +182,8 @@ def decide(
         plan = choose(kernel, normalizer, merged, sizes, form, path, stateful, state_path, backend)
         return Choice(plan.form, plan.path, plan.backend)
     if form == backend == "auto" and state_path == "pairs" and path in ("auto", "pairs"):
-        call = _Question(kernel, normalizer, merged, sizes, stateful)
-        if _decodes(call) and unsupported(kernel, normalizer, merged, "chunked", "pairs", sizes, stateful) is None:
+        served = _decodes(kernel, normalizer, merged, sizes)
+        if served and unsupported(kernel, normalizer, merged, "chunked", "pairs", sizes, stateful) is None:
             return _DECODING
     parts = _values(kernel, normalizer, merged)
     key = None if parts is None else (parts, sizes, form, path, stateful, state_path, backend)
@@ -275,9 +275,9 @@ def _forms(sizes: Sizes, possible: list[str], path: str, asked: str) -> dict[str
     return dense | {"chunked": "Tiles: memory linear in the length."}
 
 
-def _decodes(call: _Question) -> bool:
+def _decodes(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Sizes) -> bool:
     """Whether a call reads enough of a cache with few enough queries for the kernel that does only that."""
-    return decode.worth_while(call.sizes) and decode.serves(call.kernel, call.normalizer, call.merged, call.sizes)
+    return decode.worth_while(sizes) and decode.serves(kernel, normalizer, merged, sizes)
 
 
 def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, float, str]:

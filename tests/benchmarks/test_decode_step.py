@@ -70,6 +70,6 @@ def test_a_wrong_step_over_a_cache_is_not_timed(monkeypatch: pytest.MonkeyPatch)
         out, log_sum = decode.decode(*args, **options)
         return out + 0.1, log_sum
 
-    monkeypatch.setattr(few, "decode", off)
+    monkeypatch.setattr(few, "decode_checked", off)
     with pytest.raises(SystemExit, match="differs from torch's form"):
         decode_step.cache_case(256, 1, 3)

@@ -62,6 +62,16 @@ def test_it_is_what_the_plan_says(
     assert found[0] == found[1] == found[2]
 
 
+def test_sizes_decide():
+    """Few tokens by pairs, many by features, and few by pairs again."""
+    merged, found = merge(Causal()), []
+    for length in (4, 9000, 4):
+        sizes = Sizes(1, 2, 2, length, length, 16, 16)
+        found.append(decide(Taylor(2), Sum(), merged, sizes).path)
+        assert found[-1] == choose(Taylor(2), Sum(), merged, sizes).path
+    assert found == ["pairs", "features", "pairs"]
+
+
 def test_another_machine_is_asked_anew():
     """Features cost next to nothing on one machine, pairs on the other."""
     sizes = Sizes(1, 2, 2, 4000, 4000, 16, 16, itemsize=8)

@@ -8,6 +8,7 @@ that share them, from wherever they stand: a cache is a view of a larger buffer.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -135,14 +136,10 @@ def decode_checked(
     valid = None if valid is None else valid.contiguous()
     position = None if position is None else position.to(torch.int32).contiguous()
     slopes = None if slopes is None else slopes.detach().to(torch.float32).contiguous()
-    span, items = _ranges(batch * heads, stop - first)
-    rows = group * queries
-    together = rows if rows < 3 else 4
-    every = -(-rows // together) * together
+    span, items, together, every, room, parts = _cut(batch * heads, stop - first, group * queries, dim, width, kind)
     total = batch * heads * items
     moved = batch * heads * (stop - first) * (dim + width) * size
     threads = 1 if moved <= ALONE else threads_for(total)
-    room, parts = kernels.room(every, dim, kind), total * every * kernels.pitch(width, kind)
     scratch = torch.empty(parts + threads * room)
     out, log_sum = torch.empty(batch, query_heads, queries, width), torch.empty(batch, query_heads, queries)
     address = scratch.data_ptr()
@@ -166,6 +163,20 @@ def decode_checked(
             share_each(total, lambda thread, item: part(thread, item, item + 1))
     finish(table, every, 0, batch * heads)
     return out, log_sum
+
+
+@lru_cache(maxsize=256)
+def _cut(heads: int, keys: int, rows: int, dim: int, width: int, kind: int) -> tuple[int, int, int, int, int, int]:
+    """Keys of a range, ranges of a head, rows that go together, rows with those that fill up the last of these, floats
+    of scratch of a thread, and of what all ranges leave. The layers of a model ask for the same.
+    """
+    from mercer.backends import decode_kernels as kernels
+
+    span, items = _ranges(heads, keys)
+    together = rows if rows < 3 else 4
+    every = -(-rows // together) * together
+    parts = heads * items * every * kernels.pitch(width, kind)
+    return span, items, together, every, kernels.room(every, dim, kind), parts
 
 
 def _reach(seen: list[int]) -> tuple[int, int]:

@@ -149,13 +149,10 @@ def _sums(b: Any, vectors: list[Any]) -> Any:
     """In lane x the sum of the lanes of vector x, of 16 or fewer."""
     rows = vectors + [_constant(-0.0)] * (LANES - len(vectors))
     for s in (8, 4, 2, 1):
-        own = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [not lane & s for lane in range(LANES)])
-        other = [lane ^ s for lane in range(LANES)]
+        own = [lane if not lane & s else LANES + lane - s for lane in range(LANES)]
+        other = [lane + s if not lane & s else LANES + lane for lane in range(LANES)]
         pairs = [(rows[r], rows[r + s]) for r in range(s)]
-        rows = []
-        for x, y in pairs:  # blends, and shuffles of one vector: cheaper than those of two
-            turned = b.select(own, y, x)
-            rows.append(b.fadd(b.select(own, x, y), _shuffle(b, turned, turned, other)))
+        rows = [b.fadd(_shuffle(b, x, y, own), _shuffle(b, x, y, other)) for x, y in pairs]
     return rows[0]
 
 

@@ -155,5 +155,7 @@ def fixed(*tensors: Tensor) -> bool:
     """Whether these must stay as they are, because a gradient is wanted through them or a compiler traces them."""
     if torch.compiler.is_compiling():
         return True
+    if torch.is_inference_mode_enabled():  # which records neither kind of gradient
+        return False
     recorded = torch.is_grad_enabled()
     return any((recorded and x.requires_grad) or forward_ad.unpack_dual(x).tangent is not None for x in tensors)

@@ -31,6 +31,8 @@ class Merged:
     @property
     def pairwise(self) -> tuple[Pairwise, ...]:
         """What is said of every pair by a tensor."""
+        if self.mask is self.bias is None:
+            return ()
         return tuple(part for part in (self.mask, self.bias) if part is not None)
 
     @property
