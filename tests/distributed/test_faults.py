@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.distributed.pool import Place, Pool
 
-from mercer import Causal, Exp, Taylor
+from mercer import Causal, Exp, Global, Taylor, Window
 from mercer.distributed import Sharding, attention
 from mercer.distributed.blocks import Tiled
 from mercer.distributed.journey import Journey
@@ -125,6 +125,9 @@ def _different(place: Place, what: str) -> str:
         asked["scale"] = 0.3
     elif what == "gradient" and odd:
         query, key, value = (x.detach() for x in (query, key, value))
+    elif what == "marks":
+        marked = torch.arange(24).unsqueeze(0) == (7 if odd else 3)
+        asked["structure"] = Window(2, 2) | Global(mask=marked)
     elif what == "order" and odd:
         asked["sharding"] = Sharding(24, 3, "contiguous")
     elif what == "tokens" and odd:
@@ -146,6 +149,7 @@ def _different(place: Place, what: str) -> str:
         ("heads", "query is [1, 2, tokens, 4]"),
         ("scale", "scale is None on process 0 and 0.3 on process 1"),
         ("gradient", "a gradient is wanted on process 0 and not wanted on process 1"),
+        ("marks", "structure is Window(None, None) & Window(left=2, right=2) | Global(mask) ("),
         ("order", "sharding is Sharding(length=24, processes=3, order='zigzag') on process 0"),
     ],
 )

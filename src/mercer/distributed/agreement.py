@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mercer.core.log_weights import Decay
 from mercer.core.merged import Merged
+from mercer.core.structures import Both, Either, Structure
 from mercer.distributed.links import Link, everyone
 from mercer.errors import InvalidArgument
 
@@ -69,7 +70,7 @@ def _short(text: str, longest: int = LONGEST) -> str:
 def describe(merged: Merged) -> str:
     """A structure's parts with digests of the numbers that must be the same everywhere; shards of tensors are not."""
     parts = [f"Window({merged.left}, {merged.right})"]
-    parts += [re.sub(" at 0x[0-9a-f]+", "", str(pattern)) for pattern in merged.patterns]  # addresses of functions
+    parts += [_pattern(pattern) for pattern in merged.patterns]
     if merged.documents is not None:
         parts.append(f"Documents({_digest(merged.documents.offsets)})")
     if merged.padding is not None:
@@ -82,6 +83,19 @@ def describe(merged: Merged) -> str:
     if merged.decay is not None:
         parts.append(_decay(merged.decay))
     return " & ".join(parts)
+
+
+def _pattern(pattern: Structure) -> str:
+    text = re.sub(" at 0x[0-9a-f]+", "", str(pattern))  # addresses of functions
+    numbers = [_digest(x) for x in _tensors(pattern)]
+    return f"{text} ({', '.join(numbers)})" if numbers else text
+
+
+def _tensors(pattern: Structure) -> list[Tensor]:
+    """What marks the tokens of each row, of a pattern or of those that it is made of."""
+    if isinstance(pattern, Either | Both):
+        return [x for member in pattern.members for x in _tensors(member)]
+    return [x for x in vars(pattern).values() if isinstance(x, Tensor)]
 
 
 def _decay(decay: Decay) -> str:
