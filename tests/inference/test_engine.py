@@ -8,7 +8,9 @@ import torch
 from mercer.core.state import CacheState, FeatureState
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.inference.engine import Engine, prepare
+from mercer.inference.generate import complete
 from mercer.inference.packed_model import PackedLinear
+from mercer.inference.sampler import Sampling
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 
@@ -228,6 +230,7 @@ def test_a_bfloat16_model() -> None:
         ({"attention": "exp-l2", "gain": "head"}, "neither softmax"),
         ({"attention": "elu-sum", "recency": True}, "neither softmax"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "depend on the length"),
+        ({"experts": {"count": 4, "chosen": 2}}, "Experts"),
     ],
 )
 @torch.no_grad()
@@ -244,6 +247,14 @@ def test_what_has_no_compiled_step_is_computed_module_by_module(fields: dict, re
         assert_near(out, expected[:, at : at + 1], 1e-5)
     if model.config.attention == "elu-sum":
         assert isinstance(states[0], FeatureState)
+
+
+def test_generation_takes_an_engine_for_a_model() -> None:
+    model = build(kv_heads=2)
+    prompts = [tokens_of(model, 9).tolist(), tokens_of(model, 4).tolist()]
+    sampling = Sampling(temperature=0)
+    found = [complete(m, prompts, 8, sampling=sampling) for m in (model, prepare(model))]
+    assert [c.tokens for c in found[0]] == [c.tokens for c in found[1]]
 
 
 @torch.no_grad()
@@ -291,5 +302,7 @@ def test_what_is_refused() -> None:
     _, states = engine(torch.zeros(1, 64, dtype=torch.int64), return_states=True)
     with pytest.raises(InvalidArgument, match="max_length"):
         engine(torch.zeros(1, 1, dtype=torch.int64), states=states)
+    with pytest.raises(InvalidArgument, match=r"bool tensor \[1, 1\]"):
+        engine(torch.zeros(1, 1, dtype=torch.int64), padding=torch.ones(1, 1))
     with pytest.raises(InvalidArgument, match="do not fit 2 rows"):
         engine(torch.zeros(2, 1, dtype=torch.int64), states=states)

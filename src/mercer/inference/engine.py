@@ -13,7 +13,7 @@ from mercer.backends.packed import FEW
 from mercer.backends.sharing import installed, share
 from mercer.core.state import CacheState, State
 from mercer.errors import InvalidArgument, Unsupported
-from mercer.inference.packed_model import packed_model
+from mercer.inference.packed_model import packed_model, weights_of
 from mercer.inference.step_program import Builder, Program, ranges, unfit, widest
 from mercer.inference.step_states import NOWHERE, DecoderStates, empty_states, gathered
 from mercer.nn.reach import longest
@@ -92,10 +92,8 @@ class Engine:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packed weights, all of which a step of one token reads."""
-        from mercer.inference.packed_model import PackedLinear
-
-        return sum(m.weight.data.numel() for m in self.model.modules() if isinstance(m, PackedLinear))
+        """Bytes of packed weights, all of which a step of one token reads, but for those of experts that rest."""
+        return sum(weight.data.numel() for weight in weights_of(self.model))
 
     @overload
     def __call__(
@@ -180,8 +178,10 @@ class Engine:
 
     def _states(self, states: Sequence[State] | None, batch: int, padding: Tensor | None) -> DecoderStates:
         attention = self.model.blocks[0].attention
-        if padding is not None and padding.shape != (batch, 1):
-            raise InvalidArgument(f"padding must be a bool tensor [{batch}, 1], got one of {list(padding.shape)}")
+        if padding is not None and (padding.shape != (batch, 1) or padding.dtype != torch.bool):
+            raise InvalidArgument(
+                f"padding must be a bool tensor [{batch}, 1], got {padding.dtype} of shape {list(padding.shape)}"
+            )
         if states is None:
             shape = (len(self.model.blocks), batch, attention.kv_heads, 64, attention.head_dim)
             found = empty_states(*shape, self.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mercer.backends.packed import Packed, pack
 from mercer.errors import Unsupported
 from mercer.nn.activations import ACTIVATIONS, GATED
+from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.projection import FusedLinear
 
@@ -50,6 +51,31 @@ class PackedFeedForward(nn.Module):
         return self.output(ACTIVATIONS[GATED[self.kind]].apply(gate).mul_(value))
 
 
+class PackedExperts(Experts):
+    """`Experts` whose matrices are packed one by one; the router stays as it is, since it decides."""
+
+    def __init__(self, experts: Experts, kind: str) -> None:
+        nn.Module.__init__(self)
+        self.dim, self.experts, self.chosen, self.kind = experts.dim, experts.experts, experts.chosen, experts.kind
+        self.renormalise, self.capacity, self.router = experts.renormalise, experts.capacity, experts.router
+        paired = experts.kind in GATED
+        self.input, self.output = (
+            PackedExpertLinear([pack(matrix, kind, paired=pair) for matrix in linear.weight])
+            for linear, pair in ((experts.input, paired), (experts.output, False))
+        )
+
+    def _expert(self, rows: Tensor, inward: Any, outward: Any) -> Tensor:
+        return PackedFeedForward(PackedLinear(inward, None), PackedLinear(outward, None), self.kind)(rows)
+
+
+class PackedExpertLinear(nn.Module):
+    """A packed matrix for each expert."""
+
+    def __init__(self, weight: list[Packed]) -> None:
+        super().__init__()
+        self.weight = weight
+
+
 class PackedEmbedding(nn.Module):
     """Rows of a packed matrix, float32."""
 
@@ -84,7 +110,7 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype) -> DecoderLM:
     """
     held = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     for module in model.modules():  # matrices are not copied, only replaced
-        if isinstance(module, nn.Linear | FeedForward):
+        if isinstance(module, nn.Linear | FeedForward | Experts):
             held[id(module)] = module
     embedding, head = model.embedding, model.head
     held[id(embedding)] = embedding
@@ -108,10 +134,23 @@ def _linear(module: nn.Linear, kind: str, dtype: torch.dtype) -> PackedLinear:
     return PackedLinear(pack(module.weight, kind), None if bias is None else bias.detach().float(), dtype)
 
 
-def _feedforward(module: nn.Module, kind: str) -> PackedFeedForward:
+def _feedforward(module: nn.Module, kind: str) -> PackedFeedForward | PackedExperts:
+    if type(module) is Experts:
+        return PackedExperts(module, kind)
     if type(module) is not FeedForward:
         raise Unsupported(f"weights of a {type(module).__name__} cannot be packed yet: use the model as it is")
     bias = module.input.bias
     inner = pack(module.input.weight, kind, paired=module.kind in GATED)
     first = PackedLinear(inner, None if bias is None else bias.detach().float())
     return PackedFeedForward(first, _linear(module.output, kind, torch.float32), module.kind)
+
+
+def weights_of(model: nn.Module) -> list[Packed]:
+    """All packed matrices of a model, each once."""
+    found: dict[int, Packed] = {}
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            found[id(module.weight)] = module.weight
+        elif isinstance(module, PackedExpertLinear):
+            found |= {id(weight): weight for weight in module.weight}
+    return list(found.values())

@@ -21,6 +21,7 @@ from mercer.inference.packed_model import PackedFeedForward, PackedLinear
 from mercer.nn.activations import GATED
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
+from mercer.nn.feedforward import FeedForward
 from mercer.nn.norms import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def unfit(model: DecoderLM) -> str | None:
         if type(block) is not Block or type(block.attention) is not Attention:
             return f"layer {i} is a {type(block).__name__} of a {type(block.attention).__name__}"
         reason = _unfit_attention(block.attention)
+        if reason is None and not isinstance(block.feedforward, FeedForward):
+            reason = f"it has a {type(block.feedforward).__name__} and not a feed-forward"
         if reason is not None:
             return f"layer {i}: {reason}"
     shapes = {(b.attention.kv_heads, b.attention.heads, b.attention.head_dim) for b in model.blocks}
