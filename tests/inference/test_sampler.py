@@ -44,6 +44,15 @@ def test_ties_go_to_the_lower_token():
     assert Sampling(top_k=2).distribution(torch.zeros(4)).tolist() == [0.5, 0.5, 0, 0]
 
 
+def test_ties_at_the_edge_of_many_tokens_go_to_the_lower_ones():
+    logits = torch.zeros(1000)
+    logits[7], logits[999] = 1.0, 1.0
+    kept = Sampling(top_k=5).distribution(logits).nonzero().squeeze(1)
+    assert kept.tolist() == [0, 1, 2, 7, 999]
+    half = Sampling(top_p=0.5).distribution(torch.zeros(1000)).nonzero().squeeze(1)
+    assert half.tolist() == list(range(500))
+
+
 def test_draws_follow_the_distribution_and_the_seed():
     sampling = Sampling(top_k=3)
     generator = torch.Generator().manual_seed(1)
@@ -102,14 +111,15 @@ def test_the_penalty_divides_positive_and_multiplies_negative_logits():
     st.sampled_from([None, 0.1, 0.5, 0.9, 1.0]),
     st.sampled_from([None, 0.02, 0.3, 1.0]),
     st.sampled_from([0.8, 1.0, 1.3, 2.0]),
+    st.sampled_from([40, 700, 9000]),
     st.integers(0, 2**32 - 1),
 )
-def test_distributions_equal_the_processors_of_transformers(temperature, top_k, top_p, min_p, penalty, seed):
+def test_distributions_equal_the_processors_of_transformers(temperature, top_k, top_p, min_p, penalty, size, seed):
     from transformers.generation import logits_process as theirs
 
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(1, 40, generator=generator, dtype=torch.float64) * 3
-    read = torch.randint(0, 40, (1, 12), generator=generator)
+    logits = torch.randn(1, size, generator=generator, dtype=torch.float64) * 3
+    read = torch.randint(0, size, (1, 12), generator=generator)
     steps = [
         theirs.RepetitionPenaltyLogitsProcessor(penalty),
         theirs.TemperatureLogitsWarper(temperature),
@@ -120,7 +130,7 @@ def test_distributions_equal_the_processors_of_transformers(temperature, top_k, 
     scores = logits
     for step in steps:
         scores = step(read, scores)
-    seen = torch.zeros(40, dtype=torch.bool).scatter(0, read[0], True)
+    seen = torch.zeros(size, dtype=torch.bool).scatter(0, read[0], True)
     ours = Sampling(temperature, top_k, top_p, min_p, penalty).distribution(logits[0], seen)
     torch.testing.assert_close(ours, scores[0].softmax(0))
 

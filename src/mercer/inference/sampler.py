@@ -9,6 +9,8 @@ from torch import Tensor
 
 from mercer.errors import InvalidArgument, NonFinite
 
+FEW = (256, 4096)
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -72,8 +74,8 @@ class Sampling:
         scaled = (logits - logits.max()) / self.temperature
         if self.top_k is None and self.top_p is None:
             return self._above_least(scaled.softmax(0))
-        ordered, tokens = scaled.sort(descending=True, stable=True)
-        probabilities = ordered[: self.top_k].softmax(0)
+        ordered, tokens = self._likeliest(scaled)
+        probabilities = ordered.softmax(0) if self.top_k is not None else ordered.exp() / scaled.exp().sum()
         if self.top_p is not None:
             before = probabilities.cumsum(0) - probabilities
             probabilities = probabilities[before < self.top_p]
@@ -81,6 +83,18 @@ class Sampling:
         chosen = torch.zeros_like(logits)
         chosen[tokens[: len(probabilities)]] = probabilities
         return self._above_least(chosen)
+
+    def _likeliest(self, scaled: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and numbers of the tokens that top_k keeps, or of as many as top_p may, the likeliest first."""
+        if self.top_k is not None:
+            return _first(scaled, self.top_k)
+        for (
+            many
+        ) in FEW:  # most texts need few tokens, and sorting a vocabulary takes longer than a step of a small model
+            ordered, tokens = _first(scaled, many)
+            if ordered.exp().sum() >= self.top_p * scaled.exp().sum():
+                return ordered, tokens
+        return _first(scaled, len(scaled))
 
     def _penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         logits = logits.detach().to("cpu", torch.float64)
@@ -107,3 +121,15 @@ class Sampling:
         # Rounding may leave the draw at the whole sum, and tokens after the first that reaches it were cut.
         last = int(torch.searchsorted(sums, sums[-1]))
         return min(int(torch.searchsorted(sums, drawn, right=True)), last)
+
+
+def _first(values: Tensor, many: int) -> tuple[Tensor, Tensor]:
+    """The largest values and where they stand, in order; equal ones from the first on."""
+    if many >= len(values):
+        return values.sort(descending=True, stable=True)
+    # At least so many values reach the least of the largest maxima of runs, and few others do.
+    width = max(len(values) // (8 * many), 1)
+    largest = values[: len(values) // width * width].view(-1, width).amax(1)
+    places = (values >= largest.topk(many).values[-1]).nonzero().squeeze(1)
+    ordered, order = values[places].sort(descending=True, stable=True)
+    return ordered[:many], places[order[:many]]
