@@ -132,6 +132,7 @@ def test_the_registry_covers_every_kernel():
         Hedgehog().bind(4, 1, 1),
         MlpFeatures(8, hidden=4),
         SoftCap(30.5),
+        SoftCap(0.5),
     ],
     ids=str,
 )

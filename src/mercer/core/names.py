@@ -111,13 +111,11 @@ def _kernel_name(kernel: Kernel) -> str:
     if type(kernel) not in KERNELS.values():
         raise InvalidArgument(f"{kernel} has no registered name.")
     number = next((getattr(kernel, n) for n in ("order", "degree", "cap", "count", "nu") if hasattr(kernel, n)), None)
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
+    whole = None if number is None else int(number)  # which a cap need not be
     signed = kernel.allows_negative_denominator
     for word, cls in KERNELS.items():
-        named = type(kernel) is cls and not isinstance(number, float)
-        if named and kernel == _kernel(word, number, signed):
-            return f"{word}{'' if number is None else number}{'-signed' if signed else ''}"
+        if type(kernel) is cls and whole == number and kernel == _kernel(word, whole, signed):
+            return f"{word}{'' if whole is None else whole}{'-signed' if signed else ''}"
     raise InvalidArgument(
         f"{kernel} has no registered name, since a name carries neither tensors nor settings other than a number and "
         "'signed': write the kernel itself."

@@ -106,7 +106,9 @@ class Experts(nn.Module):
         *counts, idle = expert.bincount(minlength=self.experts + 1).tolist()
         served = order[: len(order) - idle]
         rows = x.index_select(0, served // self.chosen)
-        inward, outward = self.input.weight.unbind(), self.output.weight.unbind()
+        inward, outward = self.input.weight, self.output.weight
+        if torch.is_grad_enabled():  # so that gradients are stacked once, and not added up in full size for each expert
+            inward, outward = inward.unbind(), outward.unbind()
         parts = [self._expert(own, inward[e], outward[e]) for e, own in enumerate(rows.split(counts)) if counts[e]]
         made = torch.cat(parts) if parts else rows
         weighed = made * routing.weights.flatten().index_select(0, served).unsqueeze(-1)
