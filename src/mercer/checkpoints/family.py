@@ -53,6 +53,7 @@ _HOMES = {
     "longformer": "longformer",
     "esm": "esm",
     "vit": "vit",
+    "decision_transformer": "decision_transformer",
     "gptj": "gptj",
     "gpt_neox": "gpt_neox",
 }

@@ -20,11 +20,8 @@ from mercer.models.config import ModelConfig
 
 
 def _read(keys: Keys, _architecture: str) -> ModelConfig:
-    keys.must_be("add_cross_attention", False)
-    keys.must_be("scale_attn_by_inverse_layer_idx", False)
-    keys.must_be("scale_attn_weights", True)
+    read_attention(keys)
     keys.aside(
-        "reorder_and_upcast_attn",  # a matter of rounding
         "n_ctx",  # n_positions again
         "summary_activation",
         "summary_first_dropout",
@@ -73,23 +70,32 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _names(config: ModelConfig) -> Names:
-    def layer(i: int) -> list[Rule]:
-        here, there = f"blocks.{i}", f"transformer.h.{i}"
-        linear = {
-            "attention.qkv": "attn.c_attn",
-            "attention.output": "attn.c_proj",
-            "feedforward.input": "mlp.c_fc",
-            "feedforward.output": "mlp.c_proj",
-        }
-        rules = [Rule(f"{here}.{a}.weight", (f"{there}.{b}.weight",), (TRANSPOSED,)) for a, b in linear.items()]
-        rules += [same(f"{here}.{a}.bias", f"{there}.{b}.bias") for a, b in linear.items()]
-        norms = {f"{here}.attention_norm": f"{there}.ln_1", f"{here}.feedforward_norm": f"{there}.ln_2"}
-        return rules + pairs(norms, ("weight", "bias"))
+def block_rules(here: str, there: str) -> list[Rule]:
+    """A whole block with the names and the [in, out] matrices of GPT-2."""
+    linear = {
+        "attention.qkv": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "feedforward.input": "mlp.c_fc",
+        "feedforward.output": "mlp.c_proj",
+    }
+    rules = [Rule(f"{here}.{a}.weight", (f"{there}.{b}.weight",), (TRANSPOSED,)) for a, b in linear.items()]
+    rules += [same(f"{here}.{a}.bias", f"{there}.{b}.bias") for a, b in linear.items()]
+    norms = {f"{here}.attention_norm": f"{there}.ln_1", f"{here}.feedforward_norm": f"{there}.ln_2"}
+    return rules + pairs(norms, ("weight", "bias"))
 
+
+def read_attention(keys: Keys) -> None:
+    """Refuse what GPT-2 can ask of its attention and nothing here computes."""
+    keys.must_be("add_cross_attention", False)
+    keys.must_be("scale_attn_by_inverse_layer_idx", False)
+    keys.must_be("scale_attn_weights", True)
+    keys.aside("reorder_and_upcast_attn")  # a matter of rounding
+
+
+def _names(config: ModelConfig) -> Names:
     return language_model(
         config,
-        layer,
+        lambda i: block_rules(f"blocks.{i}", f"transformer.h.{i}"),
         embedding="transformer.wte",
         norm="transformer.ln_f",
         norm_parts=("weight", "bias"),
