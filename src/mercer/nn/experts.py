@@ -30,10 +30,12 @@ class Experts(nn.Module):
     are; chosen: how many serve a token. kind: f, as in `FeedForward`; gated ones store the rows of the gate first.
 
     renormalise: whether the weights g of the chosen experts sum to 1, softmax over the chosen logits (Mixtral), or are
-    what softmax over all logits gives them (Switch Transformer with chosen=1, Jamba); default True.
+    what softmax over all logits gives them (Switch Transformer with chosen=1, Jamba); default True. A single expert's
+    weight is then 1, and trains no router.
 
     capacity: the most tokens of a sequence that an expert takes, the earliest first. An expert that has no room adds
-    exactly 0. Counted within a call: one that decodes a single token always has room. Default None, no limit.
+    exactly 0. Counted within a call and a batch row, whatever documents are packed in it: a call that decodes a single
+    token always has room. Default None, no limit.
 
     router_bias: adds a bias to the router's logits.
 
