@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
         "docs/architecture.md",
         "docs/advise.md",
         "docs/distributed.md",
+        "docs/engine.md",
         "docs/generation.md",
         "docs/normalizers.md",
         "docs/positions.md",
