@@ -9,11 +9,14 @@ from mercer import (
     Causal,
     Clamped,
     Documents,
+    Dpfp,
     Elu,
     Exp,
     Length,
     Padding,
     PositiveRandomFeatures,
+    Power,
+    Relu,
     Strided,
     Sum,
     Taylor,
@@ -135,3 +138,18 @@ def test_signed_kernels_are_refused_and_sdpa_is_not_planned():
     assert plan(large, large, large, return_lse=True).backend != "sdpa"
     with pytest.raises(Unsupported, match="sdpa"):
         plan(large, large, large, return_lse=True, form="chunked", backend="sdpa")
+
+
+@pytest.mark.parametrize("kernel", [Taylor(2), Power(2), Elu(), Relu(), Dpfp()], ids=str)
+@pytest.mark.parametrize("normalizer", [Sum(), L2()], ids=str)
+@pytest.mark.parametrize(("form", "length"), [("chunked", 300), ("recurrent", 7)])
+def test_fused_kernels_of_features_give_the_sum_beside_the_rows(kernel, normalizer, form, length):
+    pytest.importorskip("numba")
+    query, key, value = (x.detach().float() for x in inputs(length))
+    given = {"kernel": kernel, "normalizer": normalizer, "structure": Causal(), "return_lse": True}
+    out, lse = attention(query, key, value, form=form, path="features", backend="numba", **given)
+    wide = [x.double() for x in (query, key, value)]
+    exact, sums = attention(*wide, form="dense", **given)
+    assert_close(out, exact.float(), length * 16)
+    assert_close(lse.exp(), sums.exp().float(), length * 16)  # a sum near 0 has a logarithm of any size
+    assert torch.equal(lse.isfinite(), sums.isfinite())

@@ -88,6 +88,11 @@ class State(ABC):
     def to(self, device: torch.device | str) -> Self:
         return self._map(lambda t: t.to(device))
 
+    def __repr__(self) -> str:
+        """The fields, with the shape and dtype of each tensor in place of its numbers."""
+        shown = [f"{field.name}={_told(getattr(self, field.name))}" for field in fields(self) if field.repr]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def select(self, index: Tensor) -> Self:
         """The states of the batch rows ``index`` (integers, repeats allowed, or a boolean mask), in that order."""
         rows = index.nonzero().squeeze(-1) if index.dtype == torch.bool else index
@@ -95,7 +100,7 @@ class State(ABC):
         return self._map(lambda t: t.index_select(0, rows) if t.shape[0] == batch else t)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FeatureState(State):
     """The state of a finite kernel: S = sum_j w_j phi(k_j) v_j^T and z = sum_j w_j phi(k_j).
 
@@ -153,7 +158,7 @@ class FeatureState(State):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CacheState(State):
     """Keys and values of the past, as they came.
 
@@ -209,6 +214,11 @@ class CacheState(State):
         optional = {"valid": self.valid, "log": self.log}
         return out | {name: t for name, t in optional.items() if t is not None}
 
+    def __repr__(self) -> str:
+        """The fields, with the shape and dtype of each tensor in place of its numbers."""
+        shown = [f"{field.name}={_told(getattr(self, field.name))}" for field in fields(self) if field.repr]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def select(self, index: Tensor) -> Self:
         """The caches of the batch rows ``index``, without the places in front that are padding in all of them."""
         if self.valid is None:
@@ -245,11 +255,17 @@ class CacheState(State):
         return PastKeys(position, self.valid, self.length, self.log)
 
 
+def _told(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
 def _rest(state: CacheState) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return state.length, state.valid, state.log
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MixedState(State):
     """The state of :class:`~mercer.Mixed`: the last keys and values, and the feature state of all that came before.
 

@@ -68,8 +68,8 @@ def unsupported(
         )
     if stateful and merged.right not in (None, 0):
         return (
-            f"A state cannot serve a window that looks {merged.right} tokens ahead: use right=0, "
-            "or run the whole sequence at once."
+            f"A state cannot serve a window that looks {merged.right} tokens ahead: use right=0 or & Causal(), or run "
+            "the whole sequence at once."
         )
     if stateful:
         for pattern in merged.patterns:

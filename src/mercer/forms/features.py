@@ -166,7 +166,9 @@ def _fused(
         state=state.features if given else None,
         mass_state=state.mass if given else None,
         mass=state.mass is not None,
-        divide=type(call.normalizer) is Sum and not call.unnormalized and not call.kernel.log_features,
+        # The log-sum of a row is made of its denominator.
+        divide=type(call.normalizer) is Sum
+        and not (call.unnormalized or call.log_sums or call.kernel.log_features),
     )
     return out, denominator, Sums(final, mass)
 

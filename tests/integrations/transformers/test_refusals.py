@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from tests.integrations.transformers.zoo import make, tokens  # noqa: E402
 
-from mercer import Causal, Documents, InvalidArgument, Padding, SigmoidGate, Sum, Taylor, Unsupported  # noqa: E402
+from mercer import BigBird, Causal, Documents, InvalidArgument, Padding, SigmoidGate, Sum, Taylor, Unsupported  # noqa: E402
 from mercer.errors import StorageError  # noqa: E402
 from mercer.integrations.transformers import load_kernel_tensors, register, swap_attention  # noqa: E402
 
@@ -190,3 +190,12 @@ import mercer.integrations.transformers
     run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert run.returncode == 1
     assert "ImportError: mercer.integrations.transformers is written for transformers 5.24" in run.stderr
+
+
+def test_patterns_that_depend_on_the_length_do_not_go_on_from_a_cache():
+    model = swap_attention(make("llama"), "softmax", structure=BigBird(2, random=1))
+    ids = tokens(1, 9)
+    whole = model(input_ids=ids, use_cache=True)
+    with pytest.raises(Unsupported, match=r"depends on the length.*use_cache=False"):
+        model(input_ids=ids[:, -1:], cache=whole.cache)
+    model.generate(ids, max_new_tokens=2, use_cache=False, do_sample=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mercer.core.kernels import Exp, Kernel
+from mercer.core.merged import merge
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.pairwise import Bias
 from mercer.core.structures import Causal, Full, Structure, Window
@@ -109,6 +110,8 @@ class AttentionFunction:
         query, key, value = (x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (query, key, value))
         query, key, value = _alike(query, key, value)
         structure, keys = _structure(attention_mask, query, key, bool(causal), sliding_window, state)
+        if parts.structure is not None and causal and query.shape[2] != keys:
+            _refuse_ending(parts.structure)
         if position_bias is not None:
             structure = structure & Bias(position_bias[..., :keys])
         given = {
@@ -200,6 +203,16 @@ def _structure(
     if mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         raise InvalidArgument(f"The mask must be [B, heads or 1, {queries}, {keys}], not {list(mask.shape)}.")
     return structure_of(mask, query.shape[0]), keys
+
+
+def _refuse_ending(structure: Structure) -> None:
+    """Refuse patterns that would be others for the tokens before, now that there are more."""
+    for pattern in merge(structure).patterns:
+        if pattern.ends is not None:
+            raise Unsupported(
+                f"{pattern} {pattern.ends}, so tokens behind a cache would not see what they see in the whole text: "
+                "pass use_cache=False, which reads the text anew for each token."
+            )
 
 
 def _continued(mask: Tensor | None, queries: int, seen: int) -> Structure:
