@@ -1,10 +1,13 @@
 """Batches, texts, stop strings and logprobs: every way to the same tokens."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.inference.test_generate import build
+from tests.models.hub_tokenizers import sentencepiece
 from torch import nn
 
 from mercer.errors import InvalidArgument
@@ -12,6 +15,7 @@ from mercer.inference.engine import prepare
 from mercer.inference.generate import complete, generate, stream
 from mercer.inference.reading import Reading
 from mercer.inference.sampler import Sampling
+from mercer.models.tokenizer import HubVocabulary
 from mercer.models.vocabulary import Bytes
 
 MODELS = {
@@ -146,6 +150,35 @@ def test_text_comes_in_whole_characters_and_stops_where_asked():
         model, [list(b"A")], 9, sampling=Sampling(0.0), vocabulary=vocabulary, ends=[ord("D")], stop=["CX"]
     )
     assert (ended.text, ended.tokens[-1], ended.finish) == ("BC", ord("D"), "end")
+
+
+class Says(Shifted):
+    """Continues one text."""
+
+    def __init__(self, tokens, size):
+        super().__init__()
+        self.config = type("config", (), {"vocab_size": size})
+        self.after = dict(pairwise(tokens))
+
+    def forward(self, tokens, *, padding=None, states=None, return_states=False):
+        follows = torch.tensor([[self.after.get(token, 0) for token in row] for row in tokens.tolist()])
+        return torch.nn.functional.one_hot(follows, self.config.vocab_size) * 50.0, []
+
+
+def test_spaces_and_special_tokens_inside_a_text():
+    """A continuation keeps the space that is dropped where a text begins, and what ends it is no text."""
+    vocabulary = HubVocabulary(sentencepiece(prepend="all"), names={"bos_token": "<s>", "eos_token": "</s>"})
+    prompt, whole = vocabulary.prompt(b"the dog"), vocabulary.prompt("the dog café".encode())
+    assert whole[: len(prompt)] == prompt
+    assert len(set(whole)) == len(whole)
+    end = vocabulary.tokenizer.token_to_id("</s>")
+    model = Says([*whole, end], vocabulary.size)
+    options = {"sampling": Sampling(0.0), "vocabulary": vocabulary, "echo": True}
+    (one,) = complete(model, [prompt], 99, **options)
+    assert ("".join(piece.text for piece in one.pieces if piece.prompt), one.text) == ("the dog", " café")
+    assert (one.finish, one.tokens[-1]) == ("end", end)
+    (one,) = complete(model, [prompt], 99, stop=["fé"], **options)
+    assert (one.finish, one.text) == ("stop", " ca")
 
 
 @pytest.mark.parametrize("prefill", [1, 4, 100])

@@ -1,9 +1,11 @@
 """`mercer chat`: turn by turn with a model, which keeps what it has read."""
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from mercer.inference.conversation import Conversation
 
 EXIT, RESET = "/exit", "/reset"
+INTERRUPTED = 130  # as in mercer.cli.main, which imports this module
 
 
 def register(app: typer.Typer) -> None:
@@ -83,6 +86,8 @@ def chat(
             variables=variables,
         )
     terminal = sys.stdin.isatty()
+    if terminal:
+        signal.signal(signal.SIGTERM, _end)  # elsewhere it interrupts, which here would break an answer off alone
     if terminal and not quiet:
         typer.echo(f"{RESET} begins anew, {EXIT} ends, Ctrl-C breaks an answer off.", err=True)
     for content in _lines(terminal):
@@ -93,6 +98,10 @@ def chat(
             _answer_a_person(conversation, content, quiet)
         else:
             _answer(conversation, content, as_json, quiet)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(INTERRUPTED)
 
 
 def _lines(terminal: bool) -> Iterator[str]:
