@@ -128,7 +128,7 @@ def peak(name: str, length: int) -> int:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, structure=pattern(name), form="chunked")
 
-    call(run, inputs(256), True)()  # loads and compiles what it needs
+    call(run, inputs(1024), True)()  # loads and compiles what it needs
     given = inputs(length)
     leaves = [x.requires_grad_() for x in given[:3]]
     Path("/proc/self/clear_refs").write_text("5")
