@@ -237,3 +237,12 @@ def test_scores_that_cannot_be(folder, theirs, tmp_path, arguments, message):
     result = mercer("score", "-m", folder, *(places.get(argument, argument) for argument in arguments))
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+def test_info_of_a_model_of_the_hub(folder, theirs):
+    facts = json.loads(mercer("info", folder, "--json").stdout)
+    assert (facts["family"], facts["parameters"]) == ("llama", sum(p.numel() for p in theirs.parameters()))
+    assert [layer["attention"] for layer in facts["layers"]] == ["softmax", "softmax"]
+    printed = mercer("info", folder)
+    assert printed.exit_code == 0, printed.output
+    assert printed.stdout.startswith(f"{folder}: llama, {facts['parameters']:,} parameters\n")

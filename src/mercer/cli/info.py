@@ -16,8 +16,10 @@ def register(app: typer.Typer) -> None:
 
 
 def info(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or of one checkpoint or model.")],
-    checkpoint: Annotated[str, typer.Option(help="last, best (held-out loss) or a step.")] = "last",
+    run: Annotated[
+        Path, typer.Argument(help="A run, one checkpoint of it, a model's folder of the hub's format, or a GGUF file.")
+    ],
+    checkpoint: Annotated[str, typer.Option(help="Of a run: last, best (held-out loss) or a step.")] = "last",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the model, its attention layer by layer, the bytes of its states against context, and the last metrics."""
@@ -30,16 +32,16 @@ def info(
 
 def describe(run: Path, checkpoint: str = "last") -> dict[str, Any]:
     """Everything that `mercer info` prints, as JSON values."""
-    from mercer.cli.locate import model_folder
-    from mercer.models.io import load_model
+    from mercer.cli.locate import open_model
     from mercer.runtime.files import read_json
     from mercer.training.checkpoint import folders, step_of
     from mercer.training.metrics import read_metrics
 
-    folder = model_folder(run, checkpoint)
-    model = load_model(folder)
+    opened = open_model(str(run), checkpoint)
+    model = opened.model
     facts: dict[str, Any] = {
-        "folder": str(folder),
+        "folder": str(opened.folder),
+        "family": opened.family,
         "model": model.config.model_dump(mode="json"),
         "parameters": model.parameter_count,
         "layers": [
@@ -116,7 +118,8 @@ def _print(facts: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = UNLIMITED
-    console.print(f"{facts['folder']}: {facts['parameters']:,} parameters")
+    family = "" if facts["family"] == "mercer" else f"{facts['family']}, "
+    console.print(f"{facts['folder']}: {family}{facts['parameters']:,} parameters")
     contexts = (f"{context:,}" for context in CONTEXTS)
     sparse = any(layer["structure"] != "causal" for layer in facts["layers"])
     head = ("attention", "structure") if sparse else ("attention",)
