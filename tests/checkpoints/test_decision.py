@@ -1,5 +1,7 @@
 """The Decision Transformer of transformers and the same here, in whole episodes and step by step."""
 
+import json
+
 import pytest
 import torch
 from tests.checkpoints.measure import BOUND, error, gradient_error, hidden_error, written_error
@@ -58,7 +60,7 @@ def pair(request, tmp_path):
 
 
 @pytest.mark.parametrize("pair", MODELS, indirect=True)
-def test_a_loaded_model_is_the_model_that_was_saved(pair, tmp_path):
+def test_a_loaded_model_is_the_model_that_was_saved(pair, tmp_path, record_property):
     theirs, plain = pair
     ours, given = Joined(plain), episodes()
     returns, states, actions, steps = given
@@ -72,6 +74,7 @@ def test_a_loaded_model_is_the_model_that_was_saved(pair, tmp_path):
     folder = tmp_path / "model"
     errors["written"] = written_error(plain, theirs, folder, lambda model: answer(model, given))
     errors["gradients"] = gradient_error(ours, theirs, lambda model: answer(model, given), given, folder)
+    record_property("errors", json.dumps(errors))  # for the page of them all, scripts/parity_docs.py
     assert max(errors.values()) < BOUND, errors
 
 

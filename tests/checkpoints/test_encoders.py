@@ -1,5 +1,7 @@
 """Encoders of transformers and the same here: one number for each way of asking."""
 
+import json
+
 import pytest
 import torch
 from tests.checkpoints.measure import BOUND, encoder, error
@@ -12,8 +14,9 @@ pytestmark = pytest.mark.peers
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_a_loaded_model_is_the_model_that_was_saved(name, tmp_path):
+def test_a_loaded_model_is_the_model_that_was_saved(name, tmp_path, record_property):
     errors = encoder(name, tmp_path / "model")
+    record_property("errors", json.dumps(errors))  # for the page of them all, scripts/parity_docs.py
     assert max(errors.values()) < BOUND, errors
 
 

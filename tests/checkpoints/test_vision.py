@@ -1,5 +1,7 @@
 """ViT of transformers and the same here: one number for each way of asking."""
 
+import json
+
 import pytest
 import torch
 from tests.checkpoints.measure import BOUND, error, gradient_error, hidden_error, written_error
@@ -34,7 +36,7 @@ def answer(model, images):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_loaded_model_is_the_model_that_was_saved(name, tmp_path):
+def test_a_loaded_model_is_the_model_that_was_saved(name, tmp_path, record_property):
     folder = tmp_path / "model"
     theirs = make(*MODELS[name], folder)
     ours = checkpoints.load(folder)
@@ -49,6 +51,7 @@ def test_a_loaded_model_is_the_model_that_was_saved(name, tmp_path):
             errors["pooled"] = error(ours.pooler(ours.hidden(images)), result.pooler_output)
     errors["written"] = written_error(ours, theirs, folder, lambda model: answer(model, images))
     errors["gradients"] = gradient_error(ours, theirs, lambda model: answer(model, images), (images,), folder)
+    record_property("errors", json.dumps(errors))  # for the page of them all, scripts/parity_docs.py
     assert max(errors.values()) < BOUND, errors
 
 
