@@ -10,6 +10,7 @@ from mercer.errors import InvalidArgument
 from mercer.inference.generate import Finish, stream
 from mercer.inference.reading import PIECE, CausalModel, Reading
 from mercer.inference.sampler import Sampling
+from mercer.inference.stops import Stops
 
 if TYPE_CHECKING:
     from mercer.models.chat import ChatTemplate
@@ -74,8 +75,9 @@ class Conversation:
         prefill: int = PIECE,
     ) -> None:
         self._model, self._vocabulary, self._template = model, vocabulary, template
+        Stops(stop)  # says what is wrong with them
         self._first = [] if system is None else [{"role": "system", "content": system}]
-        self._options = {"sampling": sampling, "stop": stop, "prefill": prefill}
+        self._sampling, self._stop, self._prefill = sampling, tuple(stop), prefill
         self._seed, self._max_tokens, self._variables = seed, max_tokens, variables or {}
         self.reset()
 
@@ -106,16 +108,17 @@ class Conversation:
         turn = Turn(tokens=len(tokens), read=len(new))
         reading.check([new], 0)
         if new[:-1]:
-            reading.read([new[:-1]], self._options["prefill"])
+            reading.read([new[:-1]], self._prefill)
         self._keep(reading.copy())  # before the answer, should it be written otherwise in the next turn
         pieces = stream(
             self._model,
             [new[-1:]],
             min(self._max_tokens, room),
+            sampling=self._sampling,
             seed=self._seed + self._turns,
             vocabulary=self._vocabulary,
+            stop=self._stop,
             reading=reading,
-            **self._options,
         )
         self.turn, self._turns = turn, self._turns + 1
         try:

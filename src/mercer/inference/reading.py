@@ -92,7 +92,8 @@ class Reading:
 
     def _call(self, tokens: Tensor, padding: Tensor | None, keep: int | None) -> Tensor | None:
         """Read tokens; returns the logits from place ``keep`` on, or of no place for None."""
-        model, options = self.model, {"padding": padding, "states": self.states, "return_states": True}
+        model: Any = self.model
+        options = {"padding": padding, "states": self.states, "return_states": True}
         with torch.inference_mode():  # entered for each piece: the caller's code runs between them
             if hasattr(model, "hidden") and hasattr(model, "score"):
                 hidden, self.states = model.hidden(tokens, **options)

@@ -88,11 +88,11 @@ class Sampling:
         """Values and numbers of the tokens that top_k keeps, or of as many as top_p may, the likeliest first."""
         if self.top_k is not None:
             return _first(scaled, self.top_k)
-        for (
-            many
-        ) in FEW:  # most texts need few tokens, and sorting a vocabulary takes longer than a step of a small model
+        share = 1.0 if self.top_p is None else self.top_p
+        # Most texts need few tokens, and sorting a vocabulary takes as long as a step of a small model.
+        for many in FEW:
             ordered, tokens = _first(scaled, many)
-            if ordered.exp().sum() >= self.top_p * scaled.exp().sum():
+            if ordered.exp().sum() >= share * scaled.exp().sum():
                 return ordered, tokens
         return _first(scaled, len(scaled))
 
