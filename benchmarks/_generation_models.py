@@ -135,6 +135,8 @@ def gguf_file(root: Path, shape: str, dtype: str) -> Path:
             if part in name:
                 tensor = tensor.view(count, 2, -1, dim).transpose(1, 2).reshape(-1, dim)
         chosen = kinds[kind] if tensor.ndim == 2 else kinds.F32
+        if name == "token_embd.weight" and dtype == "int4":
+            chosen = kinds.Q8_0  # as in our own, and in the files that are about
         writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), chosen), raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -82,9 +82,9 @@ def step_bytes(shape: str, dtype: str, tokens: int) -> float:
     """What a step has to read: every weight once, and keys and values of so many tokens."""
     vocabulary, dim, layers, heads, key_heads, hidden = models.SHAPES[shape]
     size = dim // heads
-    weights = vocabulary * dim + layers * dim * (2 * dim + 2 * key_heads * size + 3 * hidden)
+    scores, weights = vocabulary * dim, layers * dim * (2 * dim + 2 * key_heads * size + 3 * hidden)
     cache = 2 * layers * key_heads * size * tokens * (4 if dtype == "float32" else 2)
-    return weights * BYTES[dtype] + cache
+    return weights * BYTES[dtype] + scores * BYTES["int8" if dtype == "int4" else dtype] + cache
 
 
 def case(dtype: str, prompt: int, options: argparse.Namespace) -> dict[str, Any]:

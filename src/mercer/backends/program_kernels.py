@@ -48,17 +48,18 @@ AHEAD = 16384
 LIMIT = 1 << 24
 """Addresses below are distances in the memory of a thread."""
 
-LOAD, NORM, PRODUCT, GATED, ATTEND, COMBINE, ADD, BARRIER = range(8)
+LOAD, NORM, PRODUCT, GATED, SCORE, ATTEND, COMBINE, ADD, BARRIER = range(9)
 """LOAD: out = src. NORM: out = normed src. PRODUCT: out = f(weights src + bias). GATED: the same of a pair of matrices,
-f of the first times the second. ATTEND: the ranges of attention over a layer's cache, with the new token put into it.
-COMBINE: out = what the ranges leave. ADD: out += src. BARRIER: all threads meet.
+f of the first times the second. SCORE: PRODUCT with weights of the kind that scores have. ATTEND: the ranges of
+attention over a layer's cache, with the new token put into it. COMBINE: out = what the ranges leave. ADD: out += src.
+BARRIER: all threads meet.
 """
 CODE, SRC, SRC_PITCH, OUT, OUT_PITCH, SIZE_OF = range(6)
 """What all operations have: a code, two places with their pitches, channels."""
 WEIGHT, BIAS, CENTRED = 6, 7, 8
 """NORM: addresses (0: no bias), whether the mean is taken off; EPS in the other table."""
 UNITS, TILES, FUNCTION = 8, 9, 10
-"""PRODUCT and GATED, behind WEIGHT and BIAS; CAP in the other table, 0 for none."""
+"""PRODUCT, GATED and SCORE, behind WEIGHT and BIAS; CAP in the other table, 0 for none."""
 LAYER, KEY_HEADS, QUERIES, DIM, WINDOW, SLOPES, STEP = range(6, 13)
 """ATTEND and COMBINE: the layer of the cache, key heads, queries to each, channels of a head, tokens seen (0: all),
 address of slopes (0: none), how far rotary pairs are apart (0: nothing is turned); SCALE and CAP in the other table."""
@@ -223,18 +224,18 @@ def room(queries: int, dim: int, kind: int) -> int:
 
 
 @lru_cache
-def compiled(kind: int, rows: int, cached: int, together: int) -> Any:
-    """run(operations, numbers, step, thread, threads) for a kind of weights, rows of a batch taken together (1, 2 or
-    4), a dtype of keys and values and queries of a head taken together (1, 2 or 4). Compiled for this machine or read
-    from the cache on disk.
+def compiled(kind: int, scored: int, rows: int, cached: int, together: int) -> Any:
+    """run(operations, numbers, step, thread, threads) for a kind of weights and one of those that score tokens, rows of
+    a batch taken together (1, 2 or 4), a dtype of keys and values and queries of a head taken together (1, 2 or 4).
+    Compiled for this machine or read from the cache on disk.
     """
     sources = b"".join(Path(module.__file__).read_bytes() for module in (program_vectors, decode_vectors))
-    return _compiled(stamp() + sha256(sources).hexdigest(), kind, rows, cached, together)
+    return _compiled(stamp() + sha256(sources).hexdigest(), kind, scored, rows, cached, together)
 
 
-def _compiled(name: str, kind: int, rows: int, cached: int, together: int) -> Any:
+def _compiled(name: str, kind: int, scored: int, rows: int, cached: int, together: int) -> Any:
     unit, size, numbers_of_chunk, vectors_of_chunk = UNIT[kind], SIZE[cached], chunk(cached), VECTORS[cached]
-    half, summed = int(cached == BFLOAT16), kind == INT4
+    half, summed, scored_unit = int(cached == BFLOAT16), kind == INT4, UNIT[scored]
     longs, doubles = types.Array(types.int64, 2, "C"), types.Array(types.float64, 2, "C")
     steps = types.Array(types.int64, 1, "C")
 
@@ -265,11 +266,11 @@ def _compiled(name: str, kind: int, rows: int, cached: int, together: int) -> An
             elif code == NORM:
                 for b in range(batch):
                     _norm(src + b * src_pitch, out + b * out_pitch, n[SIZE_OF], n[WEIGHT], n[BIAS], n[CENTRED], f[EPS])
-            elif code in (PRODUCT, GATED):
+            elif code in (PRODUCT, GATED, SCORE):
                 tiles, units = n[TILES], n[UNITS]
                 first, last = tiles * thread // threads, tiles * (thread + 1) // threads
                 groups = own + s[GROUPS]
-                if summed:
+                if summed and code != SCORE:
                     for b in range(batch):
                         _sums_of_groups(src + b * src_pitch, groups + b * s[GROUPS_PITCH], 2 * units)
                 cap, function, bias = F(f[CAP]), n[FUNCTION], n[BIAS]
@@ -278,9 +279,13 @@ def _compiled(name: str, kind: int, rows: int, cached: int, together: int) -> An
                     for r in range(0, s[ROWS], rows):
                         x, g = src + r * src_pitch, groups + r * s[GROUPS_PITCH]
                         to = out + r * out_pitch + ROW * tile
-                        if code == PRODUCT:
-                            at = n[WEIGHT] + tile * units * unit
-                            tile_product(kind, rows, at, x, src_pitch, units, g, s[GROUPS_PITCH], to, out_pitch)
+                        if code != GATED:
+                            if code == PRODUCT:
+                                at = n[WEIGHT] + tile * units * unit
+                                tile_product(kind, rows, at, x, src_pitch, units, g, s[GROUPS_PITCH], to, out_pitch)
+                            else:
+                                at = n[WEIGHT] + tile * units * scored_unit
+                                tile_product(scored, rows, at, x, src_pitch, units, g, s[GROUPS_PITCH], to, out_pitch)
                             if bias or function or cap != 0:
                                 for i in range(rows):
                                     y = load(to + i * out_pitch)

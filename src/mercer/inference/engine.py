@@ -37,7 +37,8 @@ def prepare(model: DecoderLM, weights: str = "as_is") -> Engine:
     Args:
         model: of float32 or bfloat16, on the CPU.
         weights: "as_is"; "bfloat16"; "int8" (for each row, 32 columns share a factor: an error of half of max / 127) or
-            "int4" (the same with a factor and a least value, half of (max - min) / 15). All but float32 as it is keep
+            "int4" (the same with a factor and a least value, half of (max - min) / 15, but int8 for what embeds and
+            scores tokens). All but float32 as it is keep
             keys and values in bfloat16 where the step is compiled, and multiply prompts in bfloat16.
 
     Raises:

@@ -105,6 +105,8 @@ class _Widened(nn.Module):
 def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype) -> DecoderLM:
     """A twin of the model that shares its norms, positions and kernels, and whose matrices are packed as `kind`.
 
+    What embeds and scores tokens is kept with 8 bits where the other weights have 4: rounding it costs most.
+
     Its residual stream is float32; queries, keys and values have the given dtype. Its `head` is a `PackedLinear`, also
     where the embedding is tied to it. The model itself stays as it is.
     """
@@ -122,7 +124,7 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype) -> DecoderLM:
                 wanted = torch.float32 if name == "output" else dtype
                 setattr(attention, name, _linear(module, kind, wanted))
         block.feedforward = _feedforward(block.feedforward, kind)
-    scored = pack(embedding.weight if head is None else head.weight, kind)
+    scored = pack(embedding.weight if head is None else head.weight, "int8" if kind == "int4" else kind)
     bias = None if head is None or head.bias is None else head.bias.detach().float()
     twin.embedding = PackedEmbedding(scored) if head is None else _Widened(embedding)
     twin.head = PackedLinear(scored, bias)

@@ -179,7 +179,7 @@ class Builder:
 
     def product(
         self, module: PackedLinear, src: tuple[int, int], out: tuple[int, int], function: str | None = None,
-        cap: float | None = None,
+        cap: float | None = None, scores: bool = False,
     ) -> None:  # fmt: skip
         from mercer.backends.program_vectors import ACTIVATIONS, NONE
 
@@ -194,7 +194,7 @@ class Builder:
             self.k.TILES: weight.tiles // 2 if paired else weight.tiles,
             self.k.FUNCTION: NONE if function is None else ACTIVATIONS[function],
         }
-        code = self.k.GATED if paired else self.k.PRODUCT
+        code = self.k.SCORE if scores else self.k.GATED if paired else self.k.PRODUCT
         self.add(code, src, out, 0, more, {self.k.CAP: cap or 0.0})
 
     def attention(self, layer: int, module: Attention, qkv: tuple[int, int]) -> dict[int, int]:
@@ -241,7 +241,7 @@ class Builder:
         scores = model.head
         assert isinstance(scores, PackedLinear)
         if head:
-            self.product(scores, last, (0, 0), cap=model.config.logit_cap)
+            self.product(scores, last, (0, 0), cap=model.config.logit_cap, scores=True)
             width = 16 * scores.weight.tiles
         else:  # written by each thread, all the same
             self.add(k.LOAD, last, (0, 0), dim)
@@ -318,8 +318,8 @@ class Builder:
         step[k.PARTS], step[k.COUNTER] = parts.data_ptr(), counter.data_ptr()
         step[k.OWN], step[k.OWN_SIZE] = -(-own.data_ptr() // 64) * 64, self.own
         self.kept += [parts, own]
-        weight = self.model.head.weight
-        run = k.compiled(weight.number, self.together, self.cached, self.taken)
+        inner, scores = sample.qkv.weight, self.model.head.weight
+        run = k.compiled(inner.number, scores.number, self.together, self.cached, self.taken)
         operations, numbers = np.array(self.operations, np.int64), np.array(self.numbers, np.float64)
         return Program(operations, numbers, step, run, first, counter, out_width, self.kept)
 
