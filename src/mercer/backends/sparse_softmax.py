@@ -87,9 +87,8 @@ def jobs(layout: Layout, batch: int, heads: int) -> Iterator[Job]:
     assert layout.total is not None
     totals: list[int] = layout.total[:, 0].tolist()
     for row in range(batch):
-        first_query, first_key, here, there, total = (
-            x[row if len(x) > 1 else 0] for x in (query_firsts, key_firsts, queries, keys, totals)
-        )
+        first_query, first_key = (x[row if len(x) > 1 else 0] for x in (query_firsts, key_firsts))
+        here, there, total = (x[row if len(x) > 1 else 0] for x in (queries, keys, totals))
         if first_query is None or first_key is None or not here or not there:
             continue  # it has nothing to see, or nobody who sees
         name = (first_query, first_key, total if needs_length else 0, row if own_rows else -1)
