@@ -212,13 +212,16 @@ def read_all(
 
 
 def _read(source: Source, rule: Rule, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
-    tensor = rule.read([source.read(name) for name in rule.theirs])
-    if not tensor.is_floating_point():
-        raise InvalidArgument(
-            f"{source.where}: {rule.theirs[0]} has dtype {tensor.dtype}; weights are floating-point numbers, and "
-            "quantised ones are read from GGUF files"
-        )
-    return tensor.to(device=device, dtype=dtype)
+    pieces: list[Tensor] = []
+    for name in rule.theirs:
+        piece = source.read(name)
+        if not piece.is_floating_point():
+            raise InvalidArgument(
+                f"{source.where}: {name} has dtype {piece.dtype}; weights are floating-point numbers, and quantised ones "
+                "are read from GGUF files"
+            )
+        pieces.append(piece.to(dtype=dtype))  # one by one, so that no two are held in their wider dtype
+    return rule.read(pieces).to(device)
 
 
 def with_attention(config: Any, attention: str | Sequence[str]) -> Any:
