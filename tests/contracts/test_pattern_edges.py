@@ -25,6 +25,7 @@ from mercer import (
     attention,
 )
 from mercer.core.reference import reference_attention
+from mercer.forms import tiles
 
 BATCH, HEADS, KEY_HEADS, DIM = 2, 4, 2, 4
 
@@ -88,6 +89,26 @@ def test_counts_of_a_union_with_a_function_of_heads(padded):
     valid[0, :5] = valid[1, 9:11] = False
     for structure in (asked | Columns(8, 3), (asked & Causal()) | Global((2,))):
         compare(structure & Padding(valid) if padded else structure, 17, 17, Length())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("normalizer", [Sum(), Length()], ids=str)
+@pytest.mark.parametrize("workspace", [1, 2**20])
+def test_a_function_of_heads_where_heads_do_not_fit_one_slab(workspace, normalizer, padded, monkeypatch):
+    """A tile's mask is made for all heads: beside some of them it broke off the call."""
+    monkeypatch.setattr(tiles, "WORKSPACE", workspace)
+    asked = Visible(lambda row, head, query, key: (key <= query) & ((query - key) % (head + 1) == 0))
+    valid = torch.ones(BATCH, 21, dtype=torch.bool)
+    valid[0, :5] = valid[1, 9:11] = False
+    structure = asked & Padding(valid) if padded else asked
+    tensors = [x.requires_grad_() for x in inputs(21, 21)]
+    expected = reference_attention(*tensors, Exp(), normalizer, structure)
+    out = attention(*tensors, normalizer=normalizer, structure=structure, form="chunked")
+    assert_close(out, expected, 21 * DIM)
+    cotangent = torch.randn_like(out)
+    wanted = torch.autograd.grad(expected, tensors, cotangent)
+    for got, want in zip(torch.autograd.grad(out, tensors, cotangent), wanted, strict=True):
+        assert_close(got, want, 21 * DIM)
 
 
 @pytest.mark.parametrize(

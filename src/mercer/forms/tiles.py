@@ -185,14 +185,18 @@ class _Run:
             )
             mask = layout.visible(queries, at, slab.rows, slab.query_heads, shown, hidden)
             return None if mask is None else ~mask
+        mask = keys.mask
+        if mask is not None and len(mask) > 1 and not self.by_head:  # only asking told heads apart: it holds them all
+            mask = mask[slab.query_heads]
         if layout.query_valid is None and layout.key_valid is None and layout.pair_mask is None:
-            if keys.mask is None:
+            if mask is None:
                 return None
-            if id(keys.mask) not in self.masks:  # the schedule keeps equal masks once
-                self.masks[id(keys.mask)] = self.additive(keys.mask.unsqueeze(0))
-            return self.masks[id(keys.mask)]
+            name = (id(keys.mask), slab.heads.start, slab.heads.stop)  # the schedule keeps equal masks once
+            if name not in self.masks:
+                self.masks[name] = self.additive(mask.unsqueeze(0))
+            return self.masks[name]
         there = layout.visible(queries, at, slab.rows, slab.query_heads, ((),))
-        mask = there if keys.mask is None else keys.mask if there is None else keys.mask & there
+        mask = there if mask is None else mask if there is None else mask & there
         return None if mask is None else ~mask
 
     def additive(self, visible: Tensor | None) -> Tensor | None:
