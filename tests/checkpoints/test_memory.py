@@ -30,11 +30,14 @@ def reset():
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
-checkpoints.load(sys.argv[1])  # what is imported on the way counts before
+def load(folder):
+    model = checkpoints.load(folder, dtype=sys.argv[3] if len(sys.argv) > 3 else None)
+    return model, sum(float(p.detach().sum()) for p in model.parameters())  # every page is read
+
+load(sys.argv[1])  # the code that is loaded on the way counts before
 reset()
 before = peak()
-model = checkpoints.load(sys.argv[2], dtype=sys.argv[3] if len(sys.argv) > 3 else None)
-total = sum(float(p.detach().sum()) for p in model.parameters())  # every page is read
+model, _ = load(sys.argv[2])
 print((peak() - before) / sum(p.nbytes for p in model.parameters()))
 """
 

@@ -217,8 +217,8 @@ def _read(source: Source, rule: Rule, dtype: torch.dtype | None, device: torch.d
         piece = source.read(name)
         if not piece.is_floating_point():
             raise InvalidArgument(
-                f"{source.where}: {name} has dtype {piece.dtype}; weights are floating-point numbers, and quantised ones "
-                "are read from GGUF files"
+                f"{source.where}: {name} has dtype {piece.dtype}; weights are floating-point numbers, and quantised "
+                "ones are read from GGUF files"
             )
         pieces.append(piece.to(dtype=dtype))  # one by one, so that no two are held in their wider dtype
     return rule.read(pieces).to(device)
