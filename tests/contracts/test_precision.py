@@ -1,12 +1,15 @@
 """Right to the last digit where a formula taken literally would not be."""
 
+import math
+
 import pytest
 import torch
 from tests.tolerance import assert_close
 
 from mercer.core.kernels import Cosine, Elu, Exp, Kernel, Power, Taylor
-from mercer.core.log_weights import Decay
+from mercer.core.log_weights import Alibi, Decay, RelativeBias
 from mercer.core.normalizers import L2, Identity, Sum
+from mercer.core.pairwise import Bias
 from mercer.core.structures import Causal, Documents
 from mercer.errors import NonFinite
 from mercer.ops import attention
@@ -98,6 +101,33 @@ def test_a_polynomial_out_of_range_is_an_error_with_a_cause(normalizer: Sum | L2
     q = torch.full((1, 1, 2, 4), 1e6)
     with pytest.raises(NonFinite, match=r"Taylor.*all inputs are finite.*lower order"):
         attention(q, q, q, kernel=Taylor(4), normalizer=normalizer, structure=Causal())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("form", ["dense", "chunked"])
+@pytest.mark.parametrize("kernel", [Exp(), Taylor(2)], ids=str)
+def test_a_log_weight_that_is_not_finite_is_an_input(kernel: Kernel, form: str, bad: float):
+    """It was reported as if all inputs were finite; minus infinity, the weight 0, is not at fault."""
+    tensor = torch.zeros(1, 1, 3, 3)
+    tensor[0, 0, 0, 1] = -math.inf
+    tensor[0, 0, 2, 1] = bad
+    q = torch.ones(1, 1, 3, 4)
+    out = attention(q, q, q, kernel=kernel, structure=Bias(tensor), form=form)
+    assert out[0, 0, :2].isfinite().all()
+    assert not out[0, 0, 2].isfinite().any()
+    tensor[0, 0, 2, 1] = 0
+    with pytest.raises(NonFinite, match="all inputs are finite"):
+        attention(1e30 * q, 1e30 * q, q, kernel=Taylor(2), structure=Bias(tensor), form=form)
+
+
+@pytest.mark.parametrize("part", ["slopes", "table", "rate", "log_rate"])
+def test_a_tensor_that_turned_nan_in_a_structure_is_an_input(part: str):
+    """Structures look at their tensors when they are made, and an optimiser may change them afterwards."""
+    tensor = torch.full((1, 2) if part == "table" else (1,), -0.5 if part == "log_rate" else 0.5)
+    made = {"slopes": Alibi, "table": RelativeBias, "rate": Decay, "log_rate": Decay}[part](**{part: tensor})
+    tensor.fill_(math.nan)
+    q = torch.ones(1, 1, 3, 4)
+    assert not attention(q, q, q, structure=Causal() & made, form="chunked", backend="torch").isfinite().all()
 
 
 def test_what_comes_in_as_nan_goes_out_as_nan():

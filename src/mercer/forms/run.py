@@ -109,12 +109,25 @@ def _vanished(call: Call, own: Tokens, mass: Tensor) -> None:
         )
 
 
+def _log_weights(merged: Merged) -> list[Tensor]:
+    """What log-weights are made of, with 0 for minus infinity where a bias may say it."""
+    bias, alibi, relative, decay = merged.bias, merged.alibi, merged.relative, merged.decay
+    found = [
+        None if bias is None else bias.tensor.masked_fill(bias.tensor == -torch.inf, 0),
+        None if alibi is None else alibi.slopes,
+        None if relative is None else relative.table,
+        None if decay is None else decay.rate if decay.log_rate is None else decay.log_rate,
+    ]
+    return [x for x in found if x is not None]
+
+
 def _explain(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
     """Raise if a result is not finite although everything that went in is."""
     given = [query, key, value]
     if call.state is not None:
         given += [t for t in call.state.tensors().values() if t.is_floating_point()]
     call.normalizer.map_tokens(lambda x: given.append(x) or x)
+    given += [*call.kernel.tensors().values(), *_log_weights(call.merged)]
     if all(bool(torch.isfinite(t).all()) for t in given) and not bool(torch.isfinite(out).all()):
         scale = 1.0 if isinstance(call.kernel, Mixed) and call.given_scale is None else call.scale
         largest = scale * (query.double().norm(dim=-1).amax() * key.double().norm(dim=-1).amax()).item()
