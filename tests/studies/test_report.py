@@ -10,7 +10,7 @@ import pytest
 from tests.studies import examples
 
 from mercer.studies.records import AnyRecord, OrdersRecord, write_record
-from mercer.studies.records.common import Finding
+from mercer.studies.records.common import Finding, Interval
 from mercer.studies.report import numbers, orders, render, write_page
 from mercer.studies.report.blocks import Figure
 from mercer.studies.report.marks import DARK_BACKGROUND, LIGHT_BACKGROUND, all_colours, contrast, label, mark
@@ -172,6 +172,10 @@ def test_marks_tell_parity_and_normaliser_apart() -> None:
 def test_numbers_as_people_read_them() -> None:
     assert numbers.decimal(-0.5, 2) == "\u22120.50"
     assert numbers.decimal(None) == "–"
+    zeros = [numbers.decimal(x, 3, sign) for x in (-0.0004, -0.0, 0.0, 0.0004) for sign in (True, False)]
+    assert set(zeros) == {"0.000"}
+    assert numbers.decimal(-0.0006, sign=True) == "\u22120.001"
+    assert numbers.interval(Interval(mean=-1e-5, low=-3e-5, high=1e-5, count=3), sign=True) == "0.000 ± 0.000"
     assert [numbers.short(x) for x in (0.5, 999.0, 999.9, 1234567.0)] == ["0.5", "999", "1k", "1.23M"]
     assert numbers.short(1.5e11, "FLOP/s") == "150 GFLOP/s"
     assert [numbers.size(x) for x in (0, 1023, 1024, 3 * 2**20)] == ["0 B", "1023 B", "1 KiB", "3 MiB"]

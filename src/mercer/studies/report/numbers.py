@@ -12,11 +12,11 @@ MISSING = "–"
 
 
 def decimal(value: float | None, digits: int = 3, sign: bool = False) -> str:
-    """Fixed decimals with a true minus sign; a dash for a missing number."""
+    """Fixed decimals with a true minus sign, and none where they are all zero; a dash for a missing number."""
     if value is None:
         return MISSING
     text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
-    return text.replace("-", "\u2212")
+    return text.replace("-", "\u2212") if float(text) else text.lstrip("+-")
 
 
 def interval(value: Interval | None, digits: int = 3, sign: bool = False) -> str:
