@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -115,11 +115,30 @@ class Rule:
         """Whether reading makes a new tensor."""
         return len(self.theirs) > 1 or any(layout is not AS_IS for layout in self.layouts)
 
-    def read(self, stored: Sequence[Tensor]) -> Tensor:
-        """Our tensor from the pieces on disk, contiguous."""
-        pieces = [layout.read(piece) for layout, piece in zip(self._each_layout(), stored, strict=True)]
-        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return (tensor if self.shape is None else tensor.reshape(self.shape)).contiguous()
+    def read(
+        self, stored: Iterable[Tensor], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """Our tensor from the pieces on disk: the piece itself where it lies as it is needed, else a new tensor.
+
+        The pieces are taken one by one and copied to their places in what is returned, so that nothing else is held.
+        """
+        pieces = iter(stored)
+        first = next(pieces)
+        kind, place = first.dtype if dtype is None else dtype, torch.device(device)
+        if not self.copies and self.shape is None:
+            return first.to(device=place, dtype=kind)
+        layouts = iter(self._each_layout())
+        laid = next(layouts).read(first)
+        shape = self.shape or ((sum(self.rows), *laid.shape[1:]) if self.rows else laid.shape)
+        out = torch.empty(shape, dtype=kind, device=place)
+        rows = out if self.shape is None or not self.rows else out.flatten(0, len(self.shape) - 2)
+        targets = iter(rows.split(self.rows) if self.rows else (rows,))
+        target = next(targets)
+        target.copy_(laid.reshape(target.shape))
+        del first, laid
+        for target, layout, piece in zip(targets, layouts, pieces, strict=True):
+            target.copy_(layout.read(piece))
+        return out
 
     def write(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The pieces on disk from our tensor; views where they can be."""

@@ -212,16 +212,17 @@ def read_all(
 
 
 def _read(source: Source, rule: Rule, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
-    pieces: list[Tensor] = []
-    for name in rule.theirs:
-        piece = source.read(name)
-        if not piece.is_floating_point():
-            raise InvalidArgument(
-                f"{source.where}: {name} has dtype {piece.dtype}; weights are floating-point numbers, and quantised "
-                "ones are read from GGUF files"
-            )
-        pieces.append(piece.to(dtype=dtype))  # one by one, so that no two are held in their wider dtype
-    return rule.read(pieces).to(device)
+    return rule.read((_piece(source, name) for name in rule.theirs), dtype=dtype, device=device)
+
+
+def _piece(source: Source, name: str) -> Tensor:
+    piece = source.read(name)
+    if not piece.is_floating_point():
+        raise InvalidArgument(
+            f"{source.where}: {name} has dtype {piece.dtype}; weights are floating-point numbers, and quantised ones "
+            "are read from GGUF files"
+        )
+    return piece
 
 
 def with_attention(config: Any, attention: str | Sequence[str]) -> Any:
