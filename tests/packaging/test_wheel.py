@@ -37,6 +37,9 @@ OF_AN_EXTRA = {
         "softmax_kernels",
         "softmax_parts",
         "softmax_vectors",
+        "sparse_backward",
+        "sparse_kernels",
+        "sparse_parts",
         "step_kernels",
     )
 } | {

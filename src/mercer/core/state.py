@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class State(ABC):
 
     def __repr__(self) -> str:
         """The fields, with the shape and dtype of each tensor in place of its numbers."""
-        shown = [f"{field.name}={_told(getattr(self, field.name))}" for field in fields(self) if field.repr]
+        shown = [f"{field.name}={_told(getattr(self, field.name))}" for field in fields(cast(Any, self)) if field.repr]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def select(self, index: Tensor) -> Self:
@@ -216,7 +216,7 @@ class CacheState(State):
 
     def __repr__(self) -> str:
         """The fields, with the shape and dtype of each tensor in place of its numbers."""
-        shown = [f"{field.name}={_told(getattr(self, field.name))}" for field in fields(self) if field.repr]
+        shown = [f"{field.name}={_told(getattr(self, field.name))}" for field in fields(cast(Any, self)) if field.repr]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def select(self, index: Tensor) -> Self:
