@@ -1,9 +1,10 @@
-"""A decoding step of a whole model as one call, in Numba: a list of operations that all threads walk through together.
+"""A decoding step of a whole model as one call, in Numba: a list of operations that all threads walk through.
 
-Products are shared out by tiles of outputs and attention by ranges of keys; what has only as many numbers as a token
-has channels (norms, sums) every thread does for itself, in memory of its own, which is quicker than to wait for
-another. A `BARRIER` stands where a thread needs what others have computed. Runs of tiles and ranges of keys are cut by
-sizes, so the digits do not depend on the number of threads.
+Products are cut by tiles of outputs and attention by ranges of keys, and a thread takes one piece after another; what
+has only as many numbers as a token has channels (norms, sums) every thread does for itself, in memory of its own, which
+is quicker than to wait for another. A `WAIT` stands where a thread needs all pieces of an operation. It does not wait
+for threads: one that is held up elsewhere finds no pieces left and follows, since nothing that a step has written is
+written again in the same step. Pieces are computed alike whoever takes them, so the digits do not depend on threads.
 
 Everything is float32 but weights, keys and values. A place in an operation is an address, or, below `LIMIT`, a distance
 from the start of the thread's own memory. Rows of a batch are `PITCH` apart, as bytes, in each buffer.
@@ -40,7 +41,7 @@ from mercer.backends.microkernels import LANES, ROW, add, exp, fma, get, load, m
 from mercer.backends.packed_kernels import stamp
 from mercer.backends.packed_vectors import GROUP as SHARED
 from mercer.backends.packed_vectors import INT4, UNIT, get_long, put_half, store_halves, tile_product
-from mercer.backends.program_vectors import activate, meet, seen_from, sub, tanh
+from mercer.backends.program_vectors import activate, await_count, seen_from, sub, take, tanh
 
 F = np.float32
 LOWEST = F(-3e38)
@@ -48,11 +49,11 @@ AHEAD = 16384
 LIMIT = 1 << 24
 """Addresses below are distances in the memory of a thread."""
 
-LOAD, NORM, PRODUCT, GATED, SCORE, ATTEND, COMBINE, ADD, BARRIER = range(9)
+LOAD, NORM, PRODUCT, GATED, SCORE, ATTEND, COMBINE, ADD, WAIT = range(9)
 """LOAD: out = src. NORM: out = normed src. PRODUCT: out = f(weights src + bias). GATED: the same of a pair of matrices,
 f of the first times the second. SCORE: PRODUCT with weights of the kind that scores have. ATTEND: the ranges of
 attention over a layer's cache, with the new token put into it. COMBINE: out = what the ranges leave. ADD: out += src.
-BARRIER: all threads meet.
+WAIT: until all pieces of an operation, SRC by number, are done.
 """
 CODE, SRC, SRC_PITCH, OUT, OUT_PITCH, SIZE_OF = range(6)
 """What all operations have: a code, two places with their pitches, channels."""
@@ -60,29 +61,41 @@ WEIGHT, BIAS, CENTRED = 6, 7, 8
 """NORM: addresses (0: no bias), whether the mean is taken off; EPS in the other table."""
 UNITS, TILES, FUNCTION = 8, 9, 10
 """PRODUCT, GATED and SCORE, behind WEIGHT and BIAS; CAP in the other table, 0 for none."""
-LAYER, KEY_HEADS, QUERIES, DIM, WINDOW, SLOPES, STEP = range(6, 13)
+LAYER, KEY_HEADS, QUERIES, DIM, WINDOW, SLOPES, STEP, LEFT = range(6, 14)
 """ATTEND and COMBINE: the layer of the cache, key heads, queries to each, channels of a head, tokens seen (0: all),
-address of slopes (0: none), how far rotary pairs are apart (0: nothing is turned); SCALE and CAP in the other table."""
+address of slopes (0: none), how far rotary pairs are apart (0: nothing is turned), the address of what ranges leave;
+SCALE and CAP in the other table."""
 FIELDS = 14
 EPS, SCALE, CAP = range(3)
 NUMBERS = 3
 
 (
     BATCH, ROWS, CACHE, LAYER_STRIDE, VALUES, ROW_STRIDE, HEAD_STRIDE, FIRST, STOP, RANGES, POSITIONS, POSITION_STRIDE,
-    HERE, COS, SIN_AHEAD, SIN_BEHIND, PARTS, COUNTER, OWN, OWN_SIZE, GROUPS, GROUPS_PITCH, SCRATCH,
-) = range(23)  # fmt: skip
+    HERE, COS, SIN_AHEAD, SIN_BEHIND, COUNTERS, OWN, OWN_SIZE, GROUPS, GROUPS_PITCH, SCRATCH,
+) = range(22)  # fmt: skip
 """What changes from step to step: rows of the batch, and with those that pad it to a multiple of what is taken
 together; the cache's address, its strides in bytes over layers, from keys to values, over rows and heads; the keys from
 FIRST to STOP, the last of which is new; ranges of a head; positions of keys (int32, 0: the keys stand in a row) and
-their stride; the rows' own positions; the tables of rotary positions; where ranges leave what they found; the
-counter of barriers; where the memory of threads begins, and its size for each; in it the sums of inputs, and room for
-attention."""
-STEP_FIELDS = 23
+their stride; the rows' own positions; the tables of rotary positions; counters, COUNTER bytes for each operation: of
+pieces taken and of pieces done; where the memory of threads begins, and its size for each; in it the sums of inputs,
+and room for attention."""
+COUNTER, DONE = 128, 64
+PIECES = 4
+"""Pieces of a product for each thread."""
+STEP_FIELDS = 22
 
 
 @njit(error_model="numpy")
 def _place(at: int, own: int) -> int:
     return own + at if at < LIMIT else at
+
+
+@njit(error_model="numpy")
+def _pieces(n: Any, s: Any, threads: int) -> int:
+    """How many pieces an operation is cut in."""
+    if n[CODE] == ATTEND:
+        return s[BATCH] * n[KEY_HEADS] * s[RANGES]
+    return min(n[TILES], PIECES * threads)
 
 
 @njit(error_model="numpy")
@@ -243,17 +256,16 @@ def _compiled(name: str, kind: int, scored: int, rows: int, cached: int, togethe
     def run(operations: Any, numbers: Any, s: Any, thread: int, threads: int) -> None:
         if not len(name):
             return
-        own, met = s[OWN] + thread * s[OWN_SIZE], 0
+        own = s[OWN] + thread * s[OWN_SIZE]
         batch = s[BATCH]
         for number in range(len(operations)):
             n, f = operations[number], numbers[number]
             code = n[CODE]
             src, out = _place(n[SRC], own), _place(n[OUT], own)
             src_pitch, out_pitch = n[SRC_PITCH], n[OUT_PITCH]
-            if code == BARRIER:
-                met += 1
-                if threads > 1:
-                    meet(s[COUNTER], met * threads)
+            counter = s[COUNTERS] + number * COUNTER
+            if code == WAIT:
+                await_count(s[COUNTERS] + n[SRC] * COUNTER + DONE, _pieces(operations[n[SRC]], s, threads))
             elif code == LOAD:
                 for b in range(batch):
                     for c in range(0, 4 * n[SIZE_OF], ROW):
@@ -268,44 +280,57 @@ def _compiled(name: str, kind: int, scored: int, rows: int, cached: int, togethe
                     _norm(src + b * src_pitch, out + b * out_pitch, n[SIZE_OF], n[WEIGHT], n[BIAS], n[CENTRED], f[EPS])
             elif code in (PRODUCT, GATED, SCORE):
                 tiles, units = n[TILES], n[UNITS]
-                first, last = tiles * thread // threads, tiles * (thread + 1) // threads
-                groups = own + s[GROUPS]
+                pieces = _pieces(n, s, threads)
+                groups, gap = own + s[GROUPS], s[GROUPS_PITCH]
                 if summed and code != SCORE:
                     for b in range(batch):
-                        _sums_of_groups(src + b * src_pitch, groups + b * s[GROUPS_PITCH], 2 * units)
+                        _sums_of_groups(src + b * src_pitch, groups + b * gap, 2 * units)
                 cap, function, bias = F(f[CAP]), n[FUNCTION], n[BIAS]
                 pair = own + s[SCRATCH]
-                for tile in range(first, last):
-                    for r in range(0, s[ROWS], rows):
-                        x, g = src + r * src_pitch, groups + r * s[GROUPS_PITCH]
-                        to = out + r * out_pitch + ROW * tile
-                        if code != GATED:
-                            if code == PRODUCT:
-                                at = n[WEIGHT] + tile * units * unit
-                                tile_product(kind, rows, at, x, src_pitch, units, g, s[GROUPS_PITCH], to, out_pitch)
+                piece = take(counter)
+                while piece < pieces:
+                    for tile in range(tiles * piece // pieces, tiles * (piece + 1) // pieces):
+                        for r in range(0, s[ROWS], rows):
+                            x, g = src + r * src_pitch, groups + r * gap
+                            to = out + r * out_pitch + ROW * tile
+                            if code != GATED:
+                                if code == PRODUCT:
+                                    at = n[WEIGHT] + tile * units * unit
+                                    tile_product(kind, rows, at, x, src_pitch, units, g, gap, to, out_pitch)
+                                else:
+                                    at = n[WEIGHT] + tile * units * scored_unit
+                                    tile_product(scored, rows, at, x, src_pitch, units, g, gap, to, out_pitch)
+                                if bias or function or cap != 0:
+                                    for i in range(rows):
+                                        y = load(to + i * out_pitch)
+                                        if bias:
+                                            y = add(y, load(bias + ROW * tile))
+                                        if cap != 0:
+                                            y = mul(tanh(mul(y, splat(1 / cap))), splat(cap))
+                                        store(to + i * out_pitch, activate(y, function))
                             else:
-                                at = n[WEIGHT] + tile * units * scored_unit
-                                tile_product(scored, rows, at, x, src_pitch, units, g, s[GROUPS_PITCH], to, out_pitch)
-                            if bias or function or cap != 0:
+                                for side in range(2):
+                                    at = n[WEIGHT] + (2 * tile + side) * units * unit
+                                    tile_product(
+                                        kind,
+                                        rows,
+                                        at,
+                                        x,
+                                        src_pitch,
+                                        units,
+                                        g,
+                                        gap,
+                                        pair + side * ROW,
+                                        2 * ROW,
+                                    )
                                 for i in range(rows):
-                                    y = load(to + i * out_pitch)
+                                    y, z = load(pair + 2 * i * ROW), load(pair + (2 * i + 1) * ROW)
                                     if bias:
-                                        y = add(y, load(bias + ROW * tile))
-                                    if cap != 0:
-                                        y = mul(tanh(mul(y, splat(1 / cap))), splat(cap))
-                                    store(to + i * out_pitch, activate(y, function))
-                        else:
-                            for side in range(2):
-                                at = n[WEIGHT] + (2 * tile + side) * units * unit
-                                tile_product(
-                                    kind, rows, at, x, src_pitch, units, g, s[GROUPS_PITCH], pair + side * ROW, 2 * ROW
-                                )
-                            for i in range(rows):
-                                y, z = load(pair + 2 * i * ROW), load(pair + (2 * i + 1) * ROW)
-                                if bias:
-                                    y = add(y, load(bias + 2 * ROW * tile))
-                                    z = add(z, load(bias + 2 * ROW * tile + ROW))
-                                store(to + i * out_pitch, mul(activate(y, function), z))
+                                        y = add(y, load(bias + 2 * ROW * tile))
+                                        z = add(z, load(bias + 2 * ROW * tile + ROW))
+                                    store(to + i * out_pitch, mul(activate(y, function), z))
+                    take(counter + DONE)
+                    piece = take(counter)
             elif code == ATTEND:
                 heads, asked, dim, turned = n[KEY_HEADS], n[QUERIES], n[DIM], n[STEP]
                 every = (asked + together - 1) // together * together
@@ -321,68 +346,74 @@ def _compiled(name: str, kind: int, scored: int, rows: int, cached: int, togethe
                 work = own + s[SCRATCH]
                 table = work + every * query_pitch
                 head_room = table + 4 * every * BLOCK + ROW
-                items = batch * heads * ranges
+                items = _pieces(n, s, threads)
                 stride = dim * size
                 far = stride * (AHEAD // stride)
                 wide = 64
-                for item in range(items * thread // threads, items * (thread + 1) // threads):
-                    part, head = item % ranges, item // ranges
-                    b, h = head // heads, head % heads
-                    start = begin + part * span
-                    end = min(start + span, stop)
-                    to = s[PARTS] + item * every * part_pitch
-                    for row in range(every):
-                        at = to + row * part_pitch
-                        put(at, LOWEST)
-                        for c in range(ROW, part_pitch, ROW):
-                            store(at + c, splat(F(0)))
-                    if start >= end:
-                        continue
-                    keys = s[CACHE] + n[LAYER] * s[LAYER_STRIDE] + b * s[ROW_STRIDE] + h * s[HEAD_STRIDE]
-                    values = keys + s[VALUES]
-                    row_at = src + b * src_pitch
-                    angle = 4 * dim * get_long(s[HERE] + 8 * b)
-                    cos, ahead, behind = s[COS] + angle, s[SIN_AHEAD] + angle, s[SIN_BEHIND] + angle
-                    for c in range(0, every * query_pitch, ROW):
-                        store(work + c, splat(F(0)))
-                    for row in range(asked):
-                        at = row_at + 4 * dim * (h * asked + row)
-                        _turned(at, head_room, dim, turned, cos, ahead, behind, f[SCALE])
-                        for d in range(dim):
-                            put(work + row * query_pitch + 4 * _order(d, cached), get(head_room + 4 * d))
-                    if end == stop:
-                        at = row_at + 4 * dim * (heads * asked + h)
-                        _turned(at, head_room, dim, turned, cos, ahead, behind, 1.0)
-                        _keep(head_room, keys + (stop - 1) * stride, dim, half)
-                        _keep(at + 4 * dim * heads, values + (stop - 1) * stride, dim, half)
-                    for key in range(start, end, BLOCK):
-                        count = min(BLOCK, end - key)
-                        for row in range(0, every, together):
-                            block = table + 4 * row * BLOCK
-                            for c in range(0, count, LANES):
-                                scores(
-                                    cached, together, keys + (key + c) * stride, stride, min(count - c, LANES),
-                                    work + row * query_pitch, query_pitch, chunks, tail, block + 4 * c, far,
-                                )  # fmt: skip
-                        for row in range(asked):
+                piece = take(counter)
+                while piece < items:
+                    for item in range(piece, piece + 1):
+                        part, head = item % ranges, item // ranges
+                        b, h = head // heads, head % heads
+                        start = begin + part * span
+                        end = min(start + span, stop)
+                        to = n[LEFT] + item * every * part_pitch
+                        for row in range(every):
                             at = to + row * part_pitch
-                            _weigh(n, s, f[CAP], b, h * asked + row, key, count, table + 4 * row * BLOCK, at, columns)
-                        base = values + key * stride
-                        for row in range(0, every, together):
-                            block, at, c = table + 4 * row * BLOCK, to + row * part_pitch + 2 * ROW, 0
-                            while c < dim:
-                                left, place = dim - c, base + size * c
-                                if left >= wide:
-                                    mix_wide(cached, together, place, stride, count, block, at, part_pitch, 0, far)
-                                    c += wide
-                                    at += wide * 4
-                                elif left >= numbers_of_chunk:
-                                    mix_chunk(cached, together, place, stride, count, block, at, part_pitch, 0, far)
-                                    c += numbers_of_chunk
-                                    at += numbers_of_chunk * 4
-                                else:
-                                    mix_part(cached, together, place, stride, count, block, at, part_pitch, left, 0)
-                                    c = dim
+                            put(at, LOWEST)
+                            for c in range(ROW, part_pitch, ROW):
+                                store(at + c, splat(F(0)))
+                        if start >= end:
+                            continue
+                        keys = s[CACHE] + n[LAYER] * s[LAYER_STRIDE] + b * s[ROW_STRIDE] + h * s[HEAD_STRIDE]
+                        values = keys + s[VALUES]
+                        row_at = src + b * src_pitch
+                        angle = 4 * dim * get_long(s[HERE] + 8 * b)
+                        cos, ahead, behind = s[COS] + angle, s[SIN_AHEAD] + angle, s[SIN_BEHIND] + angle
+                        for c in range(0, every * query_pitch, ROW):
+                            store(work + c, splat(F(0)))
+                        for row in range(asked):
+                            at = row_at + 4 * dim * (h * asked + row)
+                            _turned(at, head_room, dim, turned, cos, ahead, behind, f[SCALE])
+                            for d in range(dim):
+                                put(work + row * query_pitch + 4 * _order(d, cached), get(head_room + 4 * d))
+                        if end == stop:
+                            at = row_at + 4 * dim * (heads * asked + h)
+                            _turned(at, head_room, dim, turned, cos, ahead, behind, 1.0)
+                            _keep(head_room, keys + (stop - 1) * stride, dim, half)
+                            _keep(at + 4 * dim * heads, values + (stop - 1) * stride, dim, half)
+                        for key in range(start, end, BLOCK):
+                            count = min(BLOCK, end - key)
+                            for row in range(0, every, together):
+                                block = table + 4 * row * BLOCK
+                                for c in range(0, count, LANES):
+                                    scores(
+                                        cached, together, keys + (key + c) * stride, stride, min(count - c, LANES),
+                                        work + row * query_pitch, query_pitch, chunks, tail, block + 4 * c, far,
+                                    )  # fmt: skip
+                            for row in range(asked):
+                                at = to + row * part_pitch
+                                _weigh(
+                                    n, s, f[CAP], b, h * asked + row, key, count, table + 4 * row * BLOCK, at, columns
+                                )
+                            base = values + key * stride
+                            for row in range(0, every, together):
+                                block, at, c = table + 4 * row * BLOCK, to + row * part_pitch + 2 * ROW, 0
+                                while c < dim:
+                                    left, place = dim - c, base + size * c
+                                    if left >= wide:
+                                        mix_wide(cached, together, place, stride, count, block, at, part_pitch, 0, far)
+                                        c += wide
+                                        at += wide * 4
+                                    elif left >= numbers_of_chunk:
+                                        mix_chunk(cached, together, place, stride, count, block, at, part_pitch, 0, far)
+                                        c += numbers_of_chunk
+                                        at += numbers_of_chunk * 4
+                                    else:
+                                        mix_part(cached, together, place, stride, count, block, at, part_pitch, left, 0)
+                                        c = dim
+                    take(counter + DONE)
+                    piece = take(counter)
             elif code == COMBINE:
                 heads, asked, dim, ranges = n[KEY_HEADS], n[QUERIES], n[DIM], s[RANGES]
                 every = (asked + together - 1) // together * together
@@ -392,7 +423,7 @@ def _compiled(name: str, kind: int, scored: int, rows: int, cached: int, togethe
                 for head in range(batch * heads):
                     b, h = head // heads, head % heads
                     for row in range(asked):
-                        at = s[PARTS] + (head * ranges * every + row) * part_pitch
+                        at = n[LEFT] + (head * ranges * every + row) * part_pitch
                         top = LOWEST
                         for part in range(ranges):
                             top = max(top, get(at + part * every * part_pitch))

@@ -1,4 +1,4 @@
-"""What a program of a decoding step needs beside products: threads that wait for each other, and smooth functions."""
+"""What a program of a decoding step needs beside products: counters that threads share, and smooth functions."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ from mercer.backends.microkernels import (
     whole,
 )
 
-SPINS = 2000
+SPINS = 1000
 """Looks at a counter, some microseconds in all, before a waiting thread offers its processor to others."""
 
 _PAUSES = platform.machine().lower() in ("x86_64", "amd64")
@@ -40,12 +40,19 @@ def _nothing(b: Any, name: str, result: Any) -> Any:
     return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(result, []), name), [])
 
 
+@_primitive(whole, address)
+def take(b: Any, counter: Any) -> Any:
+    """The number that a counter shows, which goes up by one: each number is taken once. What was written before is
+    seen by who sees the counter.
+    """
+    return b.atomic_rmw("add", _pointer(b, counter, I64), I64(1), "seq_cst")
+
+
 @_primitive(types.void, address, whole)
-def meet(b: Any, counter: Any, target: Any) -> None:
-    """Count up, and wait until the counter has reached the target; what others wrote before is seen afterwards."""
+def await_count(b: Any, counter: Any, target: Any) -> None:
+    """Wait until a counter has reached the target; what others wrote before they counted is seen afterwards."""
     at = _pointer(b, counter, I64)
-    b.atomic_rmw("add", at, I64(1), "seq_cst")
-    look, again, rest, after = (b.append_basic_block(n) for n in ("look", "again", "rest", "met"))
+    look, again, rest, after = (b.append_basic_block(n) for n in ("look", "again", "rest", "reached"))
     before = b.block
     b.branch(look)
     b.position_at_end(look)

@@ -46,6 +46,20 @@ def share_each(items: int, part: Callable[[int, int], None]) -> None:
     share(threads_for(items), work)
 
 
+def follow(threads: int, walk: Callable[[int], None]) -> None:
+    """Run walk(0) here, and walk(i) in other threads beside it, which take from it what they find undone. One that has
+    not begun when walk(0) is done is left out.
+    """
+    others = [_pool(os.getpid(), threads).submit(walk, i) for i in range(1, threads)]
+    try:
+        walk(0)
+    finally:
+        begun = [other for other in others if not other.cancel()]
+        wait(begun)
+    for other in begun:
+        other.result()
+
+
 @lru_cache
 def _pool(_process: int, threads: int) -> ThreadPoolExecutor:
     """Threads that sleep between calls; a forked process makes its own."""

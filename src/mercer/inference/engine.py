@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mercer.backends.packed import FEW
-from mercer.backends.sharing import installed, share
+from mercer.backends.sharing import follow, installed
 from mercer.core.state import CacheState, State
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.inference.packed_model import packed_model, weights_of
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mercer.models.decoder import DecoderLM
 
 WEIGHTS = ("as_is", "bfloat16", "int8", "int4")
-_TOGETHER = Lock()
-"""Threads of a step wait for each other, so no two steps may be handed to one pool of threads in turns."""
 
 
 def prepare(model: DecoderLM, weights: str = "as_is") -> Engine:
@@ -78,6 +76,7 @@ class Engine:
         with torch.no_grad():
             self.model = packed_model(model, self.kind, self.dtype)
         self.config: ModelConfig = model.config
+        self._lock = Lock()  # a program has its own memory, for one step at a time
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self._turns: Turns | None = None
         self._window = None if self.reason is not None else widest(self.model)
@@ -169,7 +168,7 @@ class Engine:
             new = before.length if padding is None else before.length.masked_fill(~padding[:, 0], NOWHERE)
             buffer.positions[:, place] = new
         threads = torch.get_num_threads()
-        with _TOGETHER:
+        with self._lock:
             out = self._run(self._program(batch, threads, head), before, x[:, 0], threads)
         width = self.config.vocab_size if head else self.config.dim
         more = 1 if padding is None else padding[:, 0].to(torch.int64)
@@ -230,14 +229,11 @@ class Engine:
         turns = self._table(before.longest + 1)
         if turns is not None:
             s[k.COS], s[k.SIN_AHEAD], s[k.SIN_BEHIND] = (t.data_ptr() for t in turns[:3])
-        program.counter.zero_()
+        program.counters.zero_()
         out = torch.empty(program.first.shape[0], program.out_width)
         program.operations[-1, k.OUT], program.operations[-1, k.OUT_PITCH] = out.data_ptr(), 4 * program.out_width
 
-        def part(thread: int, _start: int, _stop: int) -> None:
-            program.run(program.operations, program.numbers, s, thread, threads)
-
-        share(threads, part)
+        follow(threads, lambda thread: program.run(program.operations, program.numbers, s, thread, threads))
         return out
 
     def _table(self, length: int) -> Turns | None:

@@ -82,7 +82,7 @@ class Program:
         operations, numbers, step: the tables of `program_kernels`.
         run: compiled for the model's kinds.
         first: what the first block reads, ``[rows, width]``, to be filled before a step.
-        counter: of meetings of threads, to be 0 before a step.
+        counters: of pieces taken and done, to be 0 before a step.
         out_width: numbers of a row of the result, whose address and pitch are those of the last operation's output.
         kept: what holds the memory that the tables point to.
     """
@@ -92,7 +92,7 @@ class Program:
     step: np.ndarray
     run: Any
     first: Tensor
-    counter: Tensor
+    counters: Tensor
     out_width: int
     kept: list[Any]
 
@@ -118,6 +118,7 @@ class Builder:
         self.queries = -(-group // self.taken) * self.taken
         self.operations: list[list[int]] = []
         self.numbers: list[list[float]] = []
+        self.open: list[int] = []  # operations whose pieces nobody has waited for
         self.kept: list[Any] = [model]
         self.own = 0  # bytes of a thread's memory laid out so far
 
@@ -157,11 +158,16 @@ class Builder:
         values = [0.0] * self.k.NUMBERS
         for field, number in (numbers or {}).items():
             values[field] = number
+        if code in (self.k.PRODUCT, self.k.GATED, self.k.SCORE, self.k.ATTEND):
+            self.open.append(len(self.operations))
         self.operations.append(row)
         self.numbers.append(values)
 
-    def meet(self) -> None:
-        self.add(self.k.BARRIER)
+    def wait(self) -> None:
+        """Until all pieces of what was shared out since the last call are done."""
+        for number in self.open:
+            self.add(self.k.WAIT, (number, 0))
+        self.open.clear()
 
     def norm(self, module: nn.Module, src: tuple[int, int], out: tuple[int, int]) -> None:
         assert isinstance(module, LayerNorm | RMSNorm)
@@ -202,6 +208,9 @@ class Builder:
         kernel, left = module.kernel, merge(module.structure).left
         rotary = module.rotary
         scale = kernel.default_scale(module.head_dim) if module.scale is None else module.scale
+        most = self.batch * module.kv_heads * ranges(self.batch * module.kv_heads, 1 << 30)
+        left_behind = torch.zeros(most * self.queries * self.k.pitch(module.head_dim, self.cached) + 16)
+        self.kept.append(left_behind)
         step = 0
         if rotary is not None:
             step = rotary.turned // 2 if rotary.pairing == "half" else 1
@@ -213,6 +222,7 @@ class Builder:
             self.k.WINDOW: 0 if left is None else left + 1,
             self.k.SLOPES: 0 if module.slopes is None else self.held(module.slopes),
             self.k.STEP: step,
+            self.k.LEFT: left_behind.data_ptr(),
         }
         cap = kernel.cap if isinstance(kernel, SoftCap) else 0.0
         self.add(self.k.ATTEND, qkv, (0, 0), 0, more, {self.k.SCALE: scale, self.k.CAP: cap})
@@ -227,13 +237,9 @@ class Builder:
         wide = sample.heads * sample.head_dim
         first = torch.zeros(self.rows, _width(dim))
         x, read = self.private(dim), self.private(max(dim, wide))
-        qkv = self.shared((sample.heads + 2 * sample.kv_heads) * sample.head_dim)
-        mixed, fed = self.shared(dim), self.shared(dim)
         self.add(k.LOAD, (first.data_ptr(), 4 * first.shape[1]), x, dim)
-        hidden = max(block.feedforward.output.weight.columns for block in model.blocks)
-        inner = self.shared(hidden)
         for layer, block in enumerate(model.blocks):
-            self.block(layer, block, x, read, qkv, mixed, fed, inner)
+            self.block(layer, block, x, read)
         last = x
         if not isinstance(model.norm, nn.Identity):
             self.norm(model.norm, x, read)
@@ -248,12 +254,12 @@ class Builder:
             width = _width(dim)
         return self.finish(first, width)
 
-    def block(
-        self, layer: int, block: Block, x: tuple[int, int], read: tuple[int, int], qkv: tuple[int, int],
-        mixed: tuple[int, int], fed: tuple[int, int], inner: tuple[int, int],
-    ) -> None:  # fmt: skip
+    def block(self, layer: int, block: Block, x: tuple[int, int], read: tuple[int, int]) -> None:
         k, attention, feedforward = self.k, block.attention, block.feedforward
         dim = attention.dim
+        # Buffers of its own: what a thread that lags behind still reads is not written again.
+        qkv = self.shared((attention.heads + 2 * attention.kv_heads) * attention.head_dim)
+        mixed, fed, inner = (self.shared(n) for n in (dim, dim, feedforward.output.weight.columns))
         post, parallel = block.norm_position == "post", block.parallel != "none"
         source = x
         if not post:
@@ -264,14 +270,14 @@ class Builder:
             if block.feedforward_norm is not None:
                 self.norm(block.feedforward_norm, x, read)
             self.first(feedforward, read, inner)
-        self.meet()
+        self.wait()
         known = self.attention(layer, attention, qkv)
         if parallel:
             self.product(feedforward.output, inner, fed)
-        self.meet()
+        self.wait()
         self.add(k.COMBINE, (0, 0), read, 0, known)
         self.product(attention.output, read, mixed)
-        self.meet()
+        self.wait()
         self.join(mixed, block.attention_norm_after, x, read, dim)
         if parallel:
             self.join(fed, None, x, read, dim)
@@ -281,9 +287,9 @@ class Builder:
         else:
             self.norm(block.feedforward_norm, x, read)
         self.first(feedforward, x if post else read, inner)
-        self.meet()
+        self.wait()
         self.product(feedforward.output, inner, fed)
-        self.meet()
+        self.wait()
         self.join(fed, block.feedforward_norm_after, x, read, dim)
         if post:
             self.norm(block.feedforward_norm, x, x)
@@ -303,9 +309,7 @@ class Builder:
     def finish(self, first: Tensor, out_width: int) -> Program:
         k, sample = self.k, self.model.blocks[0].attention
         step = np.zeros(k.STEP_FIELDS, np.int64)
-        most = self.batch * sample.kv_heads * self.ranges(1 << 30)
-        parts = torch.zeros(most * self.queries * k.pitch(sample.head_dim, self.cached) + 16)
-        counter = torch.zeros(8, dtype=torch.int64)
+        counters = torch.zeros(len(self.operations) + 1, k.COUNTER // 8, dtype=torch.int64)
         columns = max(_width(m.weight.columns) for m in self.model.modules() if isinstance(m, PackedLinear))
         step[k.GROUPS], groups = self.own, 4 * (columns // 32)
         step[k.GROUPS_PITCH] = groups
@@ -315,16 +319,13 @@ class Builder:
         self.own += -(-4 * room // 4096) * 4096 + 4096  # pages apart, so that no two threads share a line
         own = torch.zeros(self.threads * self.own // 4 + 16)
         step[k.BATCH], step[k.ROWS] = self.batch, self.rows
-        step[k.PARTS], step[k.COUNTER] = parts.data_ptr(), counter.data_ptr()
+        step[k.COUNTERS] = -(-counters.data_ptr() // k.COUNTER) * k.COUNTER
         step[k.OWN], step[k.OWN_SIZE] = -(-own.data_ptr() // 64) * 64, self.own
-        self.kept += [parts, own]
+        self.kept.append(own)
         inner, scores = sample.qkv.weight, self.model.head.weight
         run = k.compiled(inner.number, scores.number, self.together, self.cached, self.taken)
         operations, numbers = np.array(self.operations, np.int64), np.array(self.numbers, np.float64)
-        return Program(operations, numbers, step, run, first, counter, out_width, self.kept)
-
-    def ranges(self, keys: int) -> int:
-        return ranges(self.batch * self.model.blocks[0].attention.kv_heads, keys)
+        return Program(operations, numbers, step, run, first, counters, out_width, self.kept)
 
 
 def ranges(heads: int, keys: int) -> int:
