@@ -59,9 +59,13 @@ def generate(
     device: options.Device = "cpu",
     threads: options.Threads = None,
 ) -> None:
-    """Continue a prompt with a model. Text goes to standard output as soon as each character is whole."""
+    """Continue a prompt with a model, or let an encoder-decoder answer it. Text goes to standard output as soon as each
+    character is whole."""
+    import torch
+
     from mercer.cli.flags import as_typed
     from mercer.inference.generate import Completion, stream
+    from mercer.models.seq2seq import Seq2Seq
 
     path, given = _named(run_or_prompt, prompt, model)
     if logprobs is not None and not as_json:
@@ -73,15 +77,20 @@ def generate(
         raise InvalidArgument("the prompt is empty; give at least one character")
     with as_typed(generate):
         found, lm = options.opened(
-            path, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer, weights
+            path, checkpoint, attention, dtype, device, threads, rope_scaling, allow_longer, weights, translating=True
         )
         try:
             tokens = found.vocabulary.prompt(text)
         except UnicodeDecodeError as error:
             raise InvalidArgument("the prompt is not UTF-8, which the model's vocabulary needs") from error
+        answers = isinstance(found.model, Seq2Seq)
+        if answers and not tokens:
+            raise InvalidArgument("the prompt has no tokens; give at least one character that the vocabulary knows")
+        if answers:  # what it writes is no continuation
+            lm, echo = lm.conditioned(torch.tensor([tokens], device=lm.embedding.weight.device)), False
         pieces = stream(  # refuses before anything is printed
             lm,
-            [tokens],
+            [[lm.config.start_token] if answers else tokens],
             max_tokens,
             sampling=sampling,
             seed=seed,

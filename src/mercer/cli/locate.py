@@ -49,25 +49,30 @@ def open_model(
     device: str = "cpu",
     dtype: str | None = None,
     attention: str | None = None,
+    translating: bool = False,
 ) -> Checkpoint:
     """A language model that continues texts, ready for inference, with its vocabulary and its chats.
 
     path: the folder of a run, of one checkpoint or of a model, in this library's format or the hub's, a GGUF file, or
-    owner/name on the hub. attention: as it is typed, with commas between the names of a pattern.
+    owner/name on the hub. attention: as it is typed, with commas between the names of a pattern. translating: take
+    encoder-decoders that read texts as well.
 
     Raises:
         InvalidArgument, StorageError: there is no such model, or it is damaged.
-        Unsupported: it is not a decoder.
+        Unsupported: it is of another kind.
     """
     from mercer.checkpoints import open_checkpoint
     from mercer.models.decoder import DecoderLM
+    from mercer.models.seq2seq import Seq2Seq
     from mercer.runtime.device import find_device
 
     where = find_device(device)
     names = None if attention is None else [name.strip() for name in attention.split(",")]
     opened = open_checkpoint(_weights(path, checkpoint), dtype=dtype, device=where, attention=names)
-    if not isinstance(opened.model, DecoderLM):
-        raise Unsupported(f"{path} is of the family {opened.family}, which does not continue texts; decoders do")
+    answers = translating and isinstance(opened.model, Seq2Seq) and opened.model.config.source == "tokens"
+    if not isinstance(opened.model, DecoderLM) and not answers:
+        what = "neither continues texts nor answers them" if translating else "does not continue texts; decoders do"
+        raise Unsupported(f"{path} is of the family {opened.family}, which {what}")
     opened.model.eval().requires_grad_(False)
     return opened
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
     from mercer.checkpoints import Checkpoint
@@ -111,8 +111,13 @@ def opened(
     rope_scaling: str | None,
     allow_longer: bool,
     weights: str | None,
+    *,
+    translating: bool = False,
 ) -> "tuple[Checkpoint, Any]":
-    """What was opened, and its model with the positions and the weights that were asked for."""
+    """What was opened, and its model with the positions and the weights that were asked for.
+
+    translating: take encoder-decoders as well, which have neither to choose.
+    """
     import torch
 
     from mercer.cli.locate import open_model
@@ -121,8 +126,11 @@ def opened(
         if threads < 1:
             raise InvalidArgument(f"--threads is {threads}; at least 1 is needed")
         torch.set_num_threads(threads)
-    found = open_model(model, checkpoint, device=device, dtype=dtype, attention=attention)
+    found = open_model(model, checkpoint, device=device, dtype=dtype, attention=attention, translating=translating)
     lm = found.model
+    if not hasattr(lm, "with_positions") and (rope_scaling is not None or allow_longer or weights is not None):
+        flag = "--weights" if weights is not None else "--rope-scaling and --allow-longer"
+        raise Unsupported(f"{model} is an encoder-decoder, which {flag} is not for")
     if rope_scaling is not None or allow_longer:
         scaling = lm.config.rope_scaling if rope_scaling is None else _scaling(rope_scaling)
         lm = lm.with_positions(rope_scaling=scaling, allow_longer=allow_longer)
