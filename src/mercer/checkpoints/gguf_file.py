@@ -7,7 +7,6 @@ where one pass takes a fraction of one. The format: https://github.com/ggml-org/
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mercer.checkpoints.cursor import Cursor, mapped
 from mercer.checkpoints.source import Source
 from mercer.errors import InvalidArgument, StorageError, Unsupported
 
@@ -48,12 +48,8 @@ class GGUF(Source):
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._data = np.memmap(path, dtype=np.uint8, mode="r")
-        except (OSError, ValueError) as error:
-            raise StorageError(f"cannot read {path}: {str(error).lower()}") from error
-        self.metadata, self._entries = _Header(self._data, path).read()
+        self._path, self._data = path, mapped(path)
+        self.metadata, self._entries = _Header(Cursor(self._data, path)).read()
 
     @property
     def where(self) -> str:
@@ -99,13 +95,13 @@ class GGUF(Source):
 
 
 class _Header:
-    """Reads numbers from the front of a file, never beyond its end."""
+    """Everything before the tensors."""
 
-    def __init__(self, data: np.ndarray, path: Path) -> None:
-        self._data, self._path, self._at = memoryview(data), path, 0
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor, self._path, self._number = cursor, cursor.path, cursor.number
 
     def read(self) -> tuple[dict[str, Any], dict[str, Entry]]:
-        if bytes(self._bytes(4)) != MAGIC:
+        if self._cursor.take(4) != MAGIC:
             raise InvalidArgument(f"{self._path} is no GGUF file")
         version = self._number("I")
         if version not in VERSIONS:
@@ -124,24 +120,14 @@ class _Header:
         align = metadata.get(ALIGNMENT, 32)
         if not isinstance(align, int) or align < 1:
             raise InvalidArgument(f"{self._path}: {ALIGNMENT} is {align!r}")
-        start = -(-self._at // align) * align
+        start = -(-self._cursor.at // align) * align
         entries = {name: Entry(shape, kind, start + offset) for name, shape, kind, offset in found}
         if len(entries) != len(found):
             raise InvalidArgument(f"{self._path} has two tensors of one name")
         return metadata, entries
 
-    def _bytes(self, size: int) -> memoryview:
-        if size > len(self._data) - self._at:
-            raise StorageError(f"cannot read {self._path}: the file is cut off")
-        piece = self._data[self._at : self._at + size]
-        self._at += size
-        return piece
-
-    def _number(self, kind: str) -> Any:
-        return struct.unpack("<" + kind, self._bytes(struct.calcsize("<" + kind)))[0]
-
     def _text(self) -> str:
-        return bytes(self._bytes(self._number("Q"))).decode("utf-8", "surrogateescape")
+        return self._cursor.take(self._number("Q")).decode("utf-8", "surrogateescape")
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -153,9 +139,8 @@ class _Header:
         inner, count = self._number("I"), self._number("Q")
         if inner in _SCALARS:
             letter = _SCALARS[inner]
-            return list(struct.unpack(f"<{count}{letter}", self._bytes(count * struct.calcsize("<" + letter))))
-        if count > len(self._data):
-            raise StorageError(f"cannot read {self._path}: the file is cut off")
+            return list(self._cursor.numbers(letter, count))
+        self._cursor.need(count)
         return [self._value(inner, depth + 1) for _ in range(count)]
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mercer.checkpoints.ctranslate2 import read_ctranslate2
+from mercer.checkpoints.ctranslate2_file import is_ctranslate2
 from mercer.checkpoints.family import Family, find_family
 from mercer.checkpoints.gguf import SUFFIX, read_gguf
 from mercer.checkpoints.gguf_file import GGUF
@@ -25,6 +27,7 @@ from mercer.models.block_config import BlockConfig
 from mercer.models.chat import ChatTemplate, load_chat_template
 from mercer.models.decoder import DecoderLM
 from mercer.models.io import load_model
+from mercer.models.seq2seq import Seq2Seq
 from mercer.models.tokenizer import load_hub_vocabulary
 from mercer.models.vocabulary import Vocabulary, load_vocabulary
 from mercer.runtime.files import read_json
@@ -102,7 +105,8 @@ def open_checkpoint(
     memory alone. Others are copied one by one, so that a model never takes much more than its own size.
 
     path: a folder with config.json and model.safetensors, or shards with an index; or a GGUF file, whose quantised
-        weights become float32; or owner/name on the hub (the extra hub), where no such folder exists.
+        weights become float32; or a folder of CTranslate2's with a Whisper; or owner/name on the hub (the extra hub),
+        where no such folder exists.
     dtype: of the parameters; None: as stored. "float32", "bfloat16", "float16", "float64" or a torch dtype.
     attention: names of kernel and normaliser that replace the model's own, one or a pattern over the layers, as in
         `ModelConfig.attention`. What a kernel has to learn starts as it does in a new model.
@@ -118,6 +122,10 @@ def open_checkpoint(
         file, config, names, ignored = read_gguf(folder)
         model = fill(DecoderLM, config, names, file, dtype=kind, device=device, attention=attention)
         return Checkpoint(model, file.metadata["general.architecture"], folder, ignored, file)
+    if is_ctranslate2(folder):
+        source, config, names, ignored = read_ctranslate2(folder)
+        model = fill(Seq2Seq, config, names, source, dtype=kind, device=device, attention=attention)
+        return Checkpoint(model, "whisper", folder, ignored)
     values = read_json(folder / CONFIG)
     if not isinstance(values, dict):
         raise InvalidArgument(f"{folder / CONFIG} must hold a JSON object of configuration keys")

@@ -12,7 +12,7 @@ from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, Twin, same
 from mercer.models.seq2seq_config import Seq2SeqConfig
 
-_BIAS = ("query", "value", "output", "feedforward", "norm")
+BIAS = ("query", "value", "output", "feedforward", "norm")
 _OF_TRAINING = (
     "apply_spec_augment",
     "mask_feature_length",
@@ -45,7 +45,7 @@ def _read(keys: Keys, _architecture: str) -> Seq2SeqConfig:
         feedforward=keys.one_of("activation_function", ACTIVATIONS, "gelu"),
         norm="layer",
         norm_eps=1e-5,
-        bias=_BIAS,
+        bias=BIAS,
         source="frames",
         bins=keys.take("num_mel_bins", 80, kind=int),
         position="learned",
@@ -62,7 +62,7 @@ def _write(config: Seq2SeqConfig) -> dict[str, Any]:
         feedforward=WRITTEN,
         norm=("layer",),
         norm_eps=(1e-5,),
-        bias=(_BIAS,),
+        bias=(BIAS,),
         kv_heads=(None, config.heads),
         head_dim=(None, config.dim // config.heads),
         source=("frames",),
