@@ -33,6 +33,7 @@ from mercer import (
 )
 from mercer.core import schedule
 from mercer.core.bigbird import EndBlocks
+from mercer.core.places import Geometry, Place
 from mercer.core.reference import reference_attention
 
 BATCH, HEADS, KEY_HEADS, LENGTH, DIM = 2, 4, 2, 23, 4
@@ -198,6 +199,28 @@ def test_a_causal_draw_is_the_same_at_any_length_and_among_what_came_before():
 def test_features_and_mixtures_are_refused(name):
     with pytest.raises(Unsupported, match="pairs"):
         attention(*inputs(), kernel=Taylor(2), structure=PATTERNS[name] & Causal(), path="features")
+
+
+@pytest.mark.parametrize("stride", [4, 9])
+def test_a_schedule_asks_about_the_edges_of_a_stride_alone(stride, monkeypatch):
+    """Every visible pair was asked about: at 65,536 tokens that took a minute."""
+    length, asked = 4096, 0
+    sees = Window.sees
+
+    def counted(self: Window, at: Place) -> torch.Tensor:
+        nonlocal asked
+        asked += at.query.numel() * at.key.numel()
+        return sees(self, at)
+
+    monkeypatch.setattr(Window, "sees", counted)
+    monkeypatch.setattr(schedule, "CHUNK", 64)
+    schedule._schedule.cache_clear()
+    found = schedule.schedule(Strided(stride).alternatives(), Geometry(0, length, 0, length, (length,)))
+    position = torch.arange(length)
+    behind = position[:, None] - position
+    visible = (behind >= 0) & ((behind < stride) | (behind % stride == 0))
+    assert found.visible == int(visible.sum())
+    assert 0 < asked < length * 64 * 7  # a few chunks of keys for each query, however far it sees
 
 
 def test_work_grows_with_the_visible_pairs():

@@ -22,6 +22,7 @@ from mercer.core.structures import Pattern, union
 
 Terms = tuple[tuple[Pattern, ...], ...]
 Positions = NDArray[np.int64]
+_Some = list[tuple[Pattern, ...]]
 
 ROWS = 64
 """Queries of a tile."""
@@ -103,6 +104,8 @@ class _Builder:
         self.exact = self.exact and all(p.exact for one in terms for p in one)
         self.found = [[p.candidates(geometry) for p in together] for together in terms]
         self.drivers = [self._driver(i) for i in range(len(terms))]
+        steps = {d.step for d in self.drivers}
+        self.spaced = {n: tuple(tuple(p.spaced(n) for p in one) for one in terms) for n in steps if n > 1}
         self.pairs = self.visible = 0
         self.masks: dict[tuple[tuple[int, ...], bytes], Tensor] = {}
         every_row = torch.arange(geometry.rows, device=geometry.device).view(-1, 1, 1, 1)
@@ -127,7 +130,7 @@ class _Builder:
         for step in steps:
             shown = tuple(i for i, d in enumerate(self.drivers) if d.step == step and d.queries is None)
             for queries in self._runs(left, step, shown):
-                yield from self._tile(queries, shown, before, step == steps[0])
+                yield from self._tile(queries, shown, before, step == steps[0], step)
             before += shown
 
     def _runs(self, left: Positions, step: int, shown: tuple[int, ...]) -> Iterator[Positions]:
@@ -179,7 +182,7 @@ class _Builder:
             driver = self.drivers[term]
             if driver.step > 1 and len(residues := np.unique(queries % driver.step)) > 1:
                 each = [self._clipped(driver.keys(queries[queries % driver.step == r])) for r in residues]
-                keys: range | Positions = np.unique(np.concatenate([np.asarray(k, dtype=np.int64) for k in each]))
+                keys: range | Positions = np.unique(np.concatenate([_positions(k) for k in each]))
             elif driver.queries is not None and not np.isin(queries, driver.queries).any():
                 continue
             else:
@@ -202,11 +205,13 @@ class _Builder:
             return parts[0]
         if not parts:
             return range(0)
-        joined = np.unique(np.concatenate([np.asarray(p, dtype=np.int64) for p in parts]))
+        joined = np.unique(np.concatenate([_positions(p) for p in parts]))
         whole = int(joined[-1]) - int(joined[0]) + 1 == len(joined)
         return range(int(joined[0]), int(joined[-1]) + 1) if whole else joined
 
-    def _tile(self, queries: Positions, shown: tuple[int, ...], hidden: tuple[int, ...], first: bool) -> Iterator[Tile]:
+    def _tile(
+        self, queries: Positions, shown: tuple[int, ...], hidden: tuple[int, ...], first: bool, step: int = 1
+    ) -> Iterator[Tile]:
         keys = self._keys(queries, shown)
         runs: list[Keys] = []
         whole: list[int | Positions] = []
@@ -219,13 +224,14 @@ class _Builder:
                 whole.clear()
 
         for start in range(0, len(keys), CHUNK):
-            part = np.asarray(keys[start : start + CHUNK], dtype=np.int64)
-            answer = self._decided(queries, part, shown, hidden)
+            part = _positions(keys[start : start + CHUNK])
+            terms = self._terms(queries, part, step)
+            answer = self._decided(queries, part, [terms[i] for i in shown], [terms[i] for i in hidden])
             if answer is False:
                 continue
             seen: NDArray[np.bool_] | None = None
             if answer is None:
-                asked = self._seen(queries, part, shown, hidden)
+                asked = self._seen(queries, part, [terms[i] for i in shown], [terms[i] for i in hidden])
                 if not asked.any():
                     continue
                 if not self.exact or asked.shape[0] > 1:
@@ -262,9 +268,13 @@ class _Builder:
         self.pairs += len(queries) * keys
         self.visible += len(queries) * keys if seen is None else int(seen.sum()) // seen.shape[0]
 
-    def _decided(
-        self, queries: Positions, keys: Positions, shown: tuple[int, ...], hidden: tuple[int, ...]
-    ) -> bool | None:
+    def _terms(self, queries: Positions, keys: Positions, step: int) -> Terms:
+        """The pattern, in the form that knows most of these positions."""
+        if step == 1 or (queries % step != keys[0] % step).any() or (keys % step != keys[0] % step).any():
+            return self.terms
+        return self.spaced[step]
+
+    def _decided(self, queries: Positions, keys: Positions, shown: _Some, hidden: _Some) -> bool | None:
         """Whether all or none of the pairs are shown, if ranges can tell."""
         q, k = (int(queries[0]), int(queries[-1])), (int(keys[0]), int(keys[-1]))
         now, earlier = self._any(q, k, shown), self._any(q, k, hidden)
@@ -272,8 +282,8 @@ class _Builder:
             return False
         return True if now is True and earlier is False else None
 
-    def _any(self, queries: tuple[int, int], keys: tuple[int, int], terms: tuple[int, ...]) -> bool | None:
-        answers = {self._all(queries, keys, self.terms[i]) for i in terms}
+    def _any(self, queries: tuple[int, int], keys: tuple[int, int], terms: _Some) -> bool | None:
+        answers = {self._all(queries, keys, together) for together in terms}
         return True if True in answers else None if None in answers else False
 
     @staticmethod
@@ -281,9 +291,7 @@ class _Builder:
         answers = {p.decides(queries, keys) for p in together}
         return False if False in answers else None if None in answers else True
 
-    def _seen(
-        self, queries: Positions, keys: Positions, shown: tuple[int, ...], hidden: tuple[int, ...]
-    ) -> NDArray[np.bool_]:
+    def _seen(self, queries: Positions, keys: Positions, shown: _Some, hidden: _Some) -> NDArray[np.bool_]:
         """Visibility ``[rows or 1, heads or 1, queries, keys]``; where totals differ, what any of them shows."""
         if not self.exact:  # candidates are enough, the call asks
             return np.ones((1, 1, len(queries), len(keys)), dtype=np.bool_)
@@ -291,9 +299,9 @@ class _Builder:
         query = torch.from_numpy(queries).to(device).view(1, 1, -1, 1)
         key = torch.from_numpy(keys).to(device).view(1, 1, 1, -1)
         place = Place(query, key, self.total, self.row, self.head)
-        seen = union([self.terms[i] for i in shown], place)
+        seen = union(shown, place)
         if hidden:
-            seen = seen & ~union([self.terms[i] for i in hidden], place)
+            seen = seen & ~union(hidden, place)
         return seen.expand(-1, -1, len(queries), len(keys)).cpu().numpy()
 
     def _index(self, positions: Positions, first: int) -> Index:
@@ -309,3 +317,10 @@ class _Builder:
         if name not in self.masks:
             self.masks[name] = torch.from_numpy(seen.copy()).to(self.geometry.device)
         return self.masks[name]
+
+
+def _positions(keys: range | Positions) -> Positions:
+    """Keys as an array; numpy would count a range out number by number."""
+    if isinstance(keys, range):
+        return np.arange(keys.start, keys.stop, keys.step, dtype=np.int64)
+    return np.asarray(keys, dtype=np.int64)

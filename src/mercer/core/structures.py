@@ -140,6 +140,12 @@ class Pattern(Structure):
         """
         return None
 
+    def spaced(self, step: int) -> Pattern:
+        """A pattern that shows the same where positions of queries and keys differ by multiples of ``step`` alone, and
+        whose :meth:`decides` may know more.
+        """
+        return self
+
     def log_weight(self, at: Place) -> Tensor | None:
         """Logarithms of weights that pairs have beside their visibility, constants; None for none."""
         return None
@@ -354,6 +360,12 @@ class Window(Pattern):
             return range(low, geometry.stop if self.right is None else last + self.right * step + 1, step)
 
         return Candidates(keys, step)
+
+    def spaced(self, step: int) -> Pattern:
+        if step % self.dilation:
+            return self
+        left, right = (None if reach is None else reach * self.dilation for reach in (self.left, self.right))
+        return Window(left, right)
 
     def decides(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool | None:
         nearest, farthest = keys[0] - queries[1], keys[1] - queries[0]
