@@ -10,9 +10,9 @@ from mercer.core.state import State
 from mercer.core.structures import Causal
 from mercer.errors import InvalidArgument
 from mercer.models.bricks import make_attention, make_block, make_norm
+from mercer.models.configured import ConfiguredModel
 from mercer.models.decision_config import DecisionConfig
 from mercer.models.initial import initialise
-from mercer.models.shared import sharing
 from mercer.nn.positions import LearnedPositions
 
 PARTS = 3
@@ -29,7 +29,7 @@ class Predictions(NamedTuple):
     returns: Tensor
 
 
-class DecisionTransformer(nn.Module):
+class DecisionTransformer(ConfiguredModel):
     """A model that a `DecisionConfig` describes (Chen et al. 2021, arXiv 2106.01345).
 
     A step is three tokens: the return that is still to come, the observation (the paper's state) and the action,
@@ -57,20 +57,6 @@ class DecisionTransformer(nn.Module):
             self.predict_observation = nn.Linear(dim, config.observed)
             self.predict_return = nn.Linear(dim, 1)
         initialise(self, std=config.init_std, seed=config.seed, residual_outputs=2 * config.layers)
-
-    def with_attention(self, attention: str | Sequence[str]) -> "DecisionTransformer":
-        """The same model with another attention in its layers, as `BlockConfig.attention` names it: a model that shares
-        this one's weights. What a kernel has to learn, and random features, start as in a new model.
-
-        Raises:
-            InvalidArgument: a name is unknown, or does not go with this configuration.
-        """
-        return sharing(self, attention)
-
-    @property
-    def parameter_count(self) -> int:
-        """Numbers in all parameters, shared ones once."""
-        return sum(p.numel() for p in self.parameters())
 
     @overload
     def forward(

@@ -12,8 +12,8 @@ from mercer.core.state import State
 from mercer.errors import InvalidArgument
 from mercer.models.bricks import make_attention, make_block, make_norm
 from mercer.models.config import ModelConfig
+from mercer.models.configured import ConfiguredModel
 from mercer.models.initial import generator_of, initialise
-from mercer.models.shared import sharing
 from mercer.models.visibility import causal_structure
 from mercer.nn.block import Block
 from mercer.nn.loss import default_block, linear_cross_entropy
@@ -26,7 +26,7 @@ from mercer.nn.scored_loss import scored_cross_entropy
 from mercer.nn.t5 import T5Bias
 
 
-class DecoderLM(nn.Module):
+class DecoderLM(ConfiguredModel):
     """A causal language model that a `ModelConfig` describes.
 
     x_0 = embed(tokens) [+ positions];  x_l = block_l(x_{l-1});  logits = norm(x_L) W^T, W the embedding if tied.
@@ -101,21 +101,6 @@ class DecoderLM(nn.Module):
         for block in twin.blocks:
             block.attention.rotary = rotary
         return twin
-
-    def with_attention(self, attention: str | Sequence[str]) -> "DecoderLM":
-        """The same model with another attention in its layers, as `ModelConfig.attention` names it: a model that shares
-        this one's weights. What a kernel has to learn, and random features, start as in a new model; a learned gain
-        stays where the new normaliser takes one.
-
-        Raises:
-            InvalidArgument: a name is unknown, or does not go with this configuration.
-        """
-        return sharing(self, attention)
-
-    @property
-    def parameter_count(self) -> int:
-        """Numbers in all parameters, shared ones once."""
-        return sum(p.numel() for p in self.parameters())
 
     def embed(self, tokens: Tensor, *, padding: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
         """What the first block reads, [B, T, dim]. offset: int64 [B], real tokens before these."""

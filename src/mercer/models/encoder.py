@@ -1,6 +1,5 @@
 """Encoders of token sequences: every token sees every other, or what a sparse pattern shows it."""
 
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +9,10 @@ from mercer.core.names import parse_attention
 from mercer.core.structures import Full, Structure
 from mercer.errors import InvalidArgument
 from mercer.models.bricks import make_attention, make_block, make_norm
+from mercer.models.configured import ConfiguredModel
 from mercer.models.encoder_config import EncoderConfig
 from mercer.models.heads import Pooler, TokenHead, mean_tokens
 from mercer.models.initial import generator_of, initialise
-from mercer.models.shared import sharing
 from mercer.nn.attention import Attention
 from mercer.nn.longformer import LongformerAttention
 from mercer.nn.positions import LearnedPositions, token_positions
@@ -23,7 +22,7 @@ from mercer.nn.values import with_values
 MASKED_IN_TRAINING = 0.15 * 0.8
 
 
-class Encoder(nn.Module):
+class Encoder(ConfiguredModel):
     """An encoder that an `EncoderConfig` describes.
 
     x_0 = norm(embed(tokens) + types + positions);  x_l = block_l(x_{l-1}), with a final norm where blocks have theirs
@@ -52,20 +51,6 @@ class Encoder(nn.Module):
                 self.tokens = TokenHead(config.dim, config.vocab_size, make_norm(config), config.head_activation)
             self.classes = nn.Linear(config.dim, config.classes) if config.classes else None
         initialise(self, std=config.init_std, seed=config.seed, residual_outputs=2 * config.layers)
-
-    def with_attention(self, attention: str | Sequence[str]) -> "Encoder":
-        """The same model with another attention in its layers, as `BlockConfig.attention` names it: a model that shares
-        this one's weights. What a kernel has to learn, and random features, start as in a new model.
-
-        Raises:
-            InvalidArgument: a name is unknown, or does not go with this configuration.
-        """
-        return sharing(self, attention)
-
-    @property
-    def parameter_count(self) -> int:
-        """Numbers in all parameters, shared ones once."""
-        return sum(p.numel() for p in self.parameters())
 
     def hidden(
         self,

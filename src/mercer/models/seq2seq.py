@@ -10,9 +10,9 @@ from mercer.core.state import State
 from mercer.core.structures import Causal, Full
 from mercer.errors import InvalidArgument
 from mercer.models.bricks import make_attention, make_block, make_cross_attention, make_feedforward, make_norm
+from mercer.models.configured import ConfiguredModel
 from mercer.models.initial import initialise
 from mercer.models.seq2seq_config import Seq2SeqConfig
-from mercer.models.shared import sharing
 from mercer.nn.cross_block import CrossBlock
 from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
 from mercer.nn.routing import Routing
@@ -62,7 +62,7 @@ class Convolutions(nn.Module):
         return nn.functional.gelu(self.second(x)).transpose(1, 2)
 
 
-class Seq2Seq(nn.Module):
+class Seq2Seq(ConfiguredModel):
     """A model that a `Seq2SeqConfig` describes.
 
     m = encoder(source);  x_l = block_l(x_{l-1}, m);  logits = score_scale x_L W^T [+ b], W the embedding if tied.
@@ -92,20 +92,6 @@ class Seq2Seq(nn.Module):
             table = self.encoder.positions.weight.requires_grad_(False)
             if not table.is_meta:
                 table.copy_(fixed_sinusoids(config.max_source, config.dim))
-
-    def with_attention(self, attention: str | Sequence[str]) -> "Seq2Seq":
-        """The same model with another attention in its layers, to themselves and to the memory, as
-        `BlockConfig.attention` names it: a model that shares this one's weights.
-
-        Raises:
-            InvalidArgument: a name is unknown, or does not go with this configuration.
-        """
-        return sharing(self, attention)
-
-    @property
-    def parameter_count(self) -> int:
-        """Numbers in all parameters, shared ones once."""
-        return sum(p.numel() for p in self.parameters())
 
     def encode(self, source: Tensor, *, padding: Tensor | None = None, routings: list[Routing] | None = None) -> Tensor:
         """The memory [B, S, dim] of a source: token ids [B, S], or frames [B, bins, 2 S].

@@ -1,6 +1,5 @@
 """Encoders of images: an image as a sequence of patches, each of which sees every other."""
 
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +7,9 @@ from torch import Tensor, nn
 from mercer.core.structures import Full
 from mercer.errors import InvalidArgument
 from mercer.models.bricks import make_attention, make_block, make_norm
+from mercer.models.configured import ConfiguredModel
 from mercer.models.heads import Pooler
 from mercer.models.initial import initialise
-from mercer.models.shared import sharing
 from mercer.models.vision_config import VisionConfig
 from mercer.nn.positions import LearnedPositions
 
@@ -30,7 +29,7 @@ class Patches(nn.Linear):
         return super().forward(pixels.transpose(1, 2))
 
 
-class VisionEncoder(nn.Module):
+class VisionEncoder(ConfiguredModel):
     """An encoder of images that a `VisionConfig` describes (ViT, Dosovitskiy et al. 2021, arXiv 2010.11929).
 
     x_0 = [class token, patches] + positions;  x_l = block_l(x_{l-1}), with a final norm where blocks have theirs before
@@ -51,20 +50,6 @@ class VisionEncoder(nn.Module):
             self.pooler = Pooler(config.dim) if config.pool else None
             self.classes = nn.Linear(config.dim, config.classes) if config.classes else None
         initialise(self, std=config.init_std, seed=config.seed, residual_outputs=2 * config.layers)
-
-    def with_attention(self, attention: str | Sequence[str]) -> "VisionEncoder":
-        """The same model with another attention in its layers, as `BlockConfig.attention` names it: a model that shares
-        this one's weights. What a kernel has to learn, and random features, start as in a new model.
-
-        Raises:
-            InvalidArgument: a name is unknown, or does not go with this configuration.
-        """
-        return sharing(self, attention)
-
-    @property
-    def parameter_count(self) -> int:
-        """Numbers in all parameters, shared ones once."""
-        return sum(p.numel() for p in self.parameters())
 
     def hidden(self, images: Tensor) -> Tensor:
         """The last hidden states [B, 1 + patches, dim], of the class token first; images as in `forward`."""

@@ -1,0 +1,38 @@
+"""What every model that a configuration describes can do: have its parameters counted, and its attention swapped."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+
+class ConfiguredModel(nn.Module):
+    """A module that is made of its `config` alone, a `BlockConfig`."""
+
+    config: Any
+
+    def with_attention(self, attention: str | Sequence[str]) -> Self:
+        """The same model with another attention in its layers, to a memory too where they have one, as
+        `BlockConfig.attention` names it: a model that shares this one's weights. What a kernel has to learn, and random
+        features, start as in a new model; a learned gain stays where the new normaliser takes one.
+
+        Raises:
+            InvalidArgument: a name is unknown, or does not go with this configuration.
+        """
+        names = attention if isinstance(attention, str) else tuple(attention)
+        config = type(self.config)(**{**self.config.model_dump(), "attention": names})
+        with torch.device("meta"):  # shapes alone; what a kernel brings along has values all the same
+            twin: Self = type(self)(config)  # pyright: ignore[reportCallIssue]
+        old = dict(self.named_parameters()) | dict(self.named_buffers())
+        for path, module in twin.named_modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and tensor.is_meta:
+                        held[name] = old[f"{path}.{name}".removeprefix(".")]
+        return twin.to(next(self.parameters()).device).train(self.training)
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers in all parameters, shared ones once."""
+        return sum(p.numel() for p in self.parameters())
