@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 from numbers import Real
-from typing import Literal, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from mercer.core.merged import Merged, merge
 from mercer.core.mixed import Mixed
 from mercer.core.normalizers import Normalizer, Sum
 from mercer.core.state import CacheState, FeatureState, MixedState, State
-from mercer.core.structures import Full, Structure
+from mercer.core.structures import Causal, Full, Pattern, Structure, Window
 from mercer.core.support import Sizes, sums_weights
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.forms import packed
@@ -147,6 +148,11 @@ def attention(
         NonFinite: a row left the range of the accumulator: ``Identity`` with an exponential kernel, or features that
             are exponentials of numbers too far apart. Looked for on the CPU.
     """
+    if torch.compiler.is_compiling() and _has_schedule(structure):
+        return _outside(
+            query, key, value, kernel=kernel, normalizer=normalizer, structure=structure, scale=scale, state=state,
+            return_state=return_state, return_lse=return_lse, form=form, path=path, backend=backend,
+        )  # fmt: skip
     asked = _resolve(
         query, key, value, kernel, normalizer, structure, scale, state, return_state, return_lse, form, path, backend
     )
@@ -175,6 +181,18 @@ def attention(
         return out if log_sum is None else (out, log_sum)
     assert after is not None
     return (out, after) if log_sum is None else (out, after, log_sum)
+
+
+_outside: Callable[..., Any] = torch.compiler.disable(attention)
+"""The call itself between two graphs: a compiler would trace how a schedule is made, each time anew, and keep none."""
+
+
+def _has_schedule(structure: object) -> bool:
+    """Whether a structure has patterns other than bands."""
+    if not isinstance(structure, Structure):
+        return False
+    found = [part for part in structure.parts if isinstance(part, Pattern) and not isinstance(part, Full | Causal)]
+    return not all(isinstance(part, Window) and part.dilation == 1 for part in found)
 
 
 def plan(

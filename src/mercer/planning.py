@@ -318,7 +318,7 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
         able["numba"] = softmax.worth_while(sizes, merged)
     able["flex"] = able["flex"] and not able["sdpa"]  # where both serve, torch's own masks are the faster
     seconds = {name: call.seconds(form, path, name) for name, ok in able.items() if ok}
-    chosen = min(seconds, key=lambda name: seconds[name])
+    chosen = sorted(seconds, key=lambda name: seconds[name])[0]  # as above
     kind = "scan" if scanned else "step" if stepped else "attention"
     if fused and sizes.bfloat16:
         kind += f" (products in {'bfloat16' if softmax.narrow(bfloat16) else 'float32: no AVX512-BF16 here'})"

@@ -2,17 +2,21 @@
 
 import os
 import shutil
+import warnings
 
 import pytest
 import torch
 from tests.tolerance import assert_close
 from torch import Tensor
+from torch._dynamo.utils import counters
 
+from mercer.core.bigbird import RandomBlocks
 from mercer.core.kernels import Elu, Kernel, Relu, Taylor
 from mercer.core.log_weights import Decay
 from mercer.core.normalizers import L2, Normalizer, Standardize, Sum
+from mercer.core.patterns import PrefixLM, Strided, Visible
 from mercer.core.state import FeatureState, State
-from mercer.core.structures import Causal, Structure
+from mercer.core.structures import Causal, Padding, Structure, Window
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.ops import attention
@@ -71,6 +75,37 @@ def compare(parts: tuple[Kernel, Normalizer, Structure], backend: str, generator
 def test_a_step_is_one_graph(parts: str, generator: torch.Generator):
     """Traced and run as it is, which needs no compiler; fullgraph=True raises at anything that cannot be traced."""
     compare(PARTS[parts], "eager", generator)
+
+
+PATTERNS = {
+    "strided": Strided(4),
+    "random": RandomBlocks(8, 2, heads=2) | Window(3, 3),
+    "dilated": Window(5, 0, dilation=3),
+    "prefix": PrefixLM(torch.tensor([5, 9])) & Padding(lengths=torch.tensor([70, 50])),
+    "asked": Visible(lambda row, head, query, key: (query + key + head) % 3 == 0) & Causal(),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_is_computed_between_two_graphs(name: str, generator: torch.Generator):
+    """The making of schedules was traced, for a minute, with a warning that their cache was not read."""
+    tokens = [torch.randn(2, 2, 70, 4, generator=generator).requires_grad_() for _ in range(3)]
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * attention(q + 1, k, v, structure=PATTERNS[name], form="chunked").tanh()
+
+    expected = whole(*tokens)
+    wanted = torch.autograd.grad(expected.sum(), tokens)
+    counters.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        out = torch.compile(whole, backend="eager")(*tokens)
+    assert not [str(one.message) for one in told if "Dynamo" in str(one.message)]
+    assert len(counters["graph_break"]) == 1
+    assert "disable" in next(iter(counters["graph_break"]))
+    assert_close(out, expected, 70)
+    for got, want in zip(torch.autograd.grad(out.sum(), tokens), wanted, strict=True):
+        assert_close(got, want, 70)
 
 
 @pytest.mark.slow
