@@ -25,6 +25,7 @@ SAID_OF_THE_FILE = (
     "name_or_path",
     "auto_map",
     "transformers.js_config",
+    "custom_pipelines",
 )
 SAID_OF_TRAINING = (
     "initializer_range",
@@ -44,18 +45,25 @@ SAID_OF_TRAINING = (
     "decoder_layerdrop",
     "encoder_layerdrop",
     "classifier_dropout",
+    "classif_dropout",
     "pretraining_tp",
     "slow_but_exact",
 )
 SAID_OF_USE = (
     "use_cache",
+    "is_decoder",
+    "output_past",
     "cache_implementation",
     "return_dict",
+    "return_dict_in_generate",
+    "output_scores",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
     "torchscript",
     "use_bfloat16",
+    "xla_device",
+    "tf_legacy_loss",
     "attn_implementation",
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -70,23 +78,34 @@ SAID_OF_USE = (
     "decoder_start_token_id",
     "forced_bos_token_id",
     "forced_eos_token_id",
+    "forced_decoder_ids",
+    "eos_token_ids",
     "prefix",
     "task_specific_params",
     "problem_type",
     "id2label",
     "label2id",
+    "num_labels",
+    "_num_labels",
     "tokenizer_class",
     "max_length",
+    "max_new_tokens",
     "min_length",
     "do_sample",
     "num_beams",
+    "num_beam_groups",
+    "diversity_penalty",
     "temperature",
     "top_k",
     "top_p",
+    "typical_p",
     "num_return_sequences",
     "repetition_penalty",
     "length_penalty",
     "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "remove_invalid_values",
     "early_stopping",
     "bad_words_ids",
     "suppress_tokens",
@@ -96,6 +115,16 @@ SAID_OF_USE = (
 LEFT_ASIDE = frozenset((*SAID_OF_THE_FILE, *SAID_OF_TRAINING, *SAID_OF_USE))
 """Keys of any model that change no logit of a forward pass in evaluation: about the file, about training (there is no
 dropout here), and about use (special tokens, generation)."""
+ASKING_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "pruned_heads": ({}, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "is_encoder_decoder": (False, None),
+    "tie_encoder_decoder": (False, None),
+    "quantization_config": (None,),
+}
+"""Keys that any configuration may have, and the values with which they change nothing; a family takes those that are
+something to it."""
 
 
 class Keys:
@@ -179,7 +208,15 @@ class Keys:
 
         Raises:
             InvalidArgument: a key is left.
+            Unsupported: a key that is fine where it asks for nothing asks for something.
         """
+        for name in sorted(self._left & ASKING_FOR_NOTHING.keys()):
+            if self._values[name] not in ASKING_FOR_NOTHING[name]:
+                raise Unsupported(
+                    f"{self.where}: {name} is {self._values[name]!r}, and only {ASKING_FOR_NOTHING[name][0]!r} can be "
+                    "computed"
+                )
+            self._left.discard(name)
         if self._left:
             first = sorted(self._left)
             listed = ", ".join(f"{name} = {self._values[name]!r}" for name in first[:4])

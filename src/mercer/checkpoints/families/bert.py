@@ -27,10 +27,19 @@ from mercer.errors import Unsupported
 from mercer.models.encoder_config import EncoderConfig
 
 _HEAD = "cls.predictions"
+# Of the first program that BERT was published with; all its models pool the first token.
+_POOLER = (
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+)
 
 
 def _read(keys: Keys, architecture: str) -> EncoderConfig:
     keys.must_be("position_embedding_type", "absolute")
+    keys.aside("directionality", *_POOLER)
     activation = keys.one_of("hidden_act", ACTIVATIONS, "gelu")
     return EncoderConfig(
         **read_shape(keys) | head_of(architecture, keys),
@@ -99,6 +108,7 @@ def _names(config: EncoderConfig) -> Names:
 
 def _read_big_bird(keys: Keys, architecture: str) -> EncoderConfig:
     keys.must_be("use_bias", True)
+    keys.must_be("position_embedding_type", "absolute")
     kind = keys.one_of("attention_type", {"block_sparse": True, "original_full": False}, "block_sparse")
     block, random = keys.take("block_size", 64, kind=int), keys.take("num_random_blocks", 3, kind=int)
     activation = keys.one_of("hidden_act", ACTIVATIONS, "gelu_new")
@@ -157,7 +167,7 @@ FAMILIES = (
     ),
     Family(
         name="big_bird",
-        architectures=("BigBirdForMaskedLM",),
+        architectures=("BigBirdForMaskedLM", "BigBirdForPreTraining"),
         read_config=_read_big_bird,
         write_config=_write_big_bird,
         build=build,

@@ -7,7 +7,7 @@ from typing import Any
 
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, Rule, Twin, same
-from mercer.errors import Unsupported
+from mercer.errors import InvalidArgument, Unsupported
 from mercer.models.block_config import BlockConfig
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
@@ -30,24 +30,48 @@ def build(config: ModelConfig) -> DecoderLM:
     return DecoderLM(config)
 
 
-def rope(keys: Keys, *, base: float = 10000.0, context: int | None = None) -> dict[str, Any]:
-    """`rope_base`, `rope_scaling`, `rope_turned` (as a share) and `max_length` of a model with rotary positions. Newer
-    files have `rope_parameters`; older ones `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+def rope(keys: Keys, *, base: float = 10000.0, context: int | None = None, share: float = 1.0) -> dict[str, Any]:
+    """`rope_base`, `rope_scaling` and `max_length` of a model with rotary positions. Newer files have
+    `rope_parameters`; older ones `rope_theta` and `rope_scaling`.
 
-    base and context: what absent keys mean.
+    base and context: what absent keys mean. share: of a head's channels those that turn, which nothing may contradict.
+
+    Raises:
+        InvalidArgument: two keys that mean the same differ.
+        Unsupported: another share, or a key of no known type.
     """
-    parameters = keys.take("rope_parameters", None, kind=dict)
-    scaling = keys.take("rope_scaling", None, kind=dict)
-    theta = keys.first("rope_theta", "rotary_emb_base", default=None, kind=float)
-    values = dict(parameters if parameters is not None else scaling or {})
-    found: dict[str, Any] = {"rope_base": float(values.pop("rope_theta", None) or theta or base)}
-    kind = values.get("rope_type", values.get("type", "default"))
+    new, old = (_scaling(keys, name) for name in ("rope_parameters", "rope_scaling"))
+    if new is not None and old is not None and any(new.get(name, value) != value for name, value in old.items()):
+        raise InvalidArgument(f"{keys.where}: rope_parameters and rope_scaling differ, and mean the same")
+    values = new if new is not None else old or {}
+    outside = keys.first("rope_theta", "rotary_emb_base", default=None, kind=float)
+    inside = values.pop("rope_theta", outside)
+    if isinstance(inside, bool) or not isinstance(inside, int | float | None):
+        raise InvalidArgument(f"{keys.where}: rope_theta is {inside!r}, not of type float")
+    if outside is not None and inside is not None and inside != outside:
+        raise InvalidArgument(f"{keys.where}: rope_theta is {outside!r}, and in rope_parameters {inside!r}")
+    theta = outside if inside is None else inside
+    found: dict[str, Any] = {"rope_base": float(base if theta is None else theta)}
+    kind = values.get("rope_type", "default")
+    if kind != "proportional" and values.pop("partial_rotary_factor", share) != share:
+        raise Unsupported(f"{keys.where}: partial_rotary_factor of its rope_parameters is not {share}")
     if kind != "default":
         found["rope_scaling"] = values
-    elif extra := sorted(values.keys() - {"rope_type", "type", "partial_rotary_factor"}):
+    elif extra := sorted(values.keys() - {"rope_type"}):
         raise Unsupported(f"{keys.where}: rope_parameters of type default has {', '.join(extra)}")
     found["max_length"] = keys.take("max_position_embeddings", *(() if context is None else (context,)), kind=int)
     return found
+
+
+def _scaling(keys: Keys, name: str) -> dict[str, Any] | None:
+    """A dictionary of rotary positions without what is null, and with its type under the newer name."""
+    found = keys.take(name, None, kind=dict)
+    if found is None:
+        return None
+    values = {key: value for key, value in found.items() if value is not None}
+    if "type" in values and values.setdefault("rope_type", values["type"]) == values["type"]:
+        del values["type"]
+    return values
 
 
 def write_rope(config: ModelConfig, **more: Any) -> dict[str, Any]:

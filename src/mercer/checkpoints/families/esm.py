@@ -33,6 +33,8 @@ def _read(keys: Keys, _architecture: str) -> EncoderConfig:
     position = keys.one_of("position_embedding_type", {"absolute": "learned", "rotary": "rotary"}, "absolute")
     start = keys.take("pad_token_id", 1, kind=int) + 1 if position == "learned" else 0
     turning = rope(keys, context=1026)
+    if "rope_scaling" in turning:
+        raise Unsupported(f"{keys.where}: rope_scaling is {turning['rope_scaling']!r}, and esm has none")
     mask = keys.take("mask_token_id", None, kind=int)
     return EncoderConfig(
         **read_shape(keys),
@@ -93,6 +95,8 @@ def _names(config: EncoderConfig) -> Names:
         r"esm\.encoder\.layer\.[\d*]+\.attention\.self\.rotary_embeddings\.inv_freq",
         r"esm\.contact_head\.regression\.(weight|bias)",  # of contacts between residues, from all attention weights
     ]
+    if config.position == "rotary":
+        unused.append(r"esm\.embeddings\.position_embeddings\.weight")  # a table that old files have all the same
     return gathered(rules, [("lm_head.decoder.weight", "esm.embeddings.word_embeddings.weight")], unused)
 
 

@@ -26,10 +26,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def _read(keys: Keys, _architecture: str) -> ModelConfig:
     keys.must_be("hidden_activation", TANH)
     keys.must_be("hidden_act", TANH)
-    keys.aside("cache_implementation")
     common = read_common(keys)
     alternating = [SLIDING if layer % 2 == 0 else FULL for layer in range(common["layers"])]
     window = keys.take("sliding_window", 4096, kind=int)
+    keys.must_be("sliding_window_size", window, why="it is sliding_window again")
     kinds = keys.take("layer_types", alternating, kind=list)
     if unknown := sorted({str(kind) for kind in kinds} - {SLIDING, FULL}):
         raise Unsupported(f"{keys.where}: layer_types has {unknown[0]!r}; known are {SLIDING!r} and {FULL!r}")

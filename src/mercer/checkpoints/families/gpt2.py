@@ -18,17 +18,13 @@ from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import TRANSPOSED, Names, Rule, same
 from mercer.models.config import ModelConfig
 
+SUMMARY = ("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj")
+"""Keys of a head that no architecture here has."""
+
 
 def _read(keys: Keys, _architecture: str) -> ModelConfig:
     read_attention(keys)
-    keys.aside(
-        "n_ctx",  # n_positions again
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-    )
+    keys.aside("n_special", "predict_special_tokens")  # of tokens that the vocabulary counts already
     return ModelConfig(
         vocab_size=keys.take("vocab_size", kind=int),
         dim=keys.take("n_embd", kind=int),
@@ -90,6 +86,7 @@ def read_attention(keys: Keys) -> None:
     keys.must_be("scale_attn_by_inverse_layer_idx", False)
     keys.must_be("scale_attn_weights", True)
     keys.aside("reorder_and_upcast_attn")  # a matter of rounding
+    keys.aside("n_ctx", *SUMMARY)  # n_positions again
 
 
 def _names(config: ModelConfig) -> Names:

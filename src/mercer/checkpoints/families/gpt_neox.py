@@ -26,7 +26,6 @@ _PARTS = ("qkv", "output", "feedforward", "norm")
 
 
 def _read(keys: Keys, _architecture: str) -> ModelConfig:
-    keys.must_be("is_decoder", False, True)
     parameters = keys.take("rope_parameters", None, kind=dict) or {}
     share = keys.first("rotary_pct", "partial_rotary_factor", default=None, kind=float)
     share = parameters.get("partial_rotary_factor", 0.25 if share is None else share)
@@ -44,7 +43,7 @@ def _read(keys: Keys, _architecture: str) -> ModelConfig:
         rope_turned=int(dim // heads * share),
         tie_embeddings=keys.take("tie_word_embeddings", False, kind=bool),
         bias=True if keys.take("attention_bias", True, kind=bool) else ("feedforward", "norm"),
-        **rope(keys, context=2048),
+        **rope(keys, context=2048, share=share),
     )
 
 

@@ -13,6 +13,7 @@ from mercer.checkpoints.families.decoders import (
     pairs,
     refuse_all_but,
 )
+from mercer.checkpoints.families.gpt2 import SUMMARY
 from mercer.checkpoints.family import Family
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import AS_IS, Names, Neighbours, Rule
@@ -24,14 +25,7 @@ BOTH = ("weight", "bias")
 def _read(keys: Keys, _architecture: str) -> ModelConfig:
     keys.must_be("scale_attn_weights", True)
     keys.must_be("rotary", True)
-    keys.aside(
-        "n_ctx",  # n_positions again
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-    )
+    keys.aside("n_ctx", *SUMMARY)  # n_positions again
     return ModelConfig(
         vocab_size=keys.take("vocab_size", kind=int),
         dim=keys.take("n_embd", kind=int),

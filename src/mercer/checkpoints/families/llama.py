@@ -61,6 +61,8 @@ SHAPE: dict[str, Any] = dict.fromkeys(
 
 def _read_llama(keys: Keys, _architecture: str) -> ModelConfig:
     keys.must_be("hidden_act", "silu")
+    keys.must_be("rope_interleaved", False)
+    keys.aside("is_llama_config", "max_sequence_length")  # the context is max_position_embeddings
     both = (keys.take("attention_bias", False, kind=bool), keys.take("mlp_bias", False, kind=bool))
     bias = (("qkv", "output") if both[0] else ()) + (("feedforward",) if both[1] else ())
     return ModelConfig(

@@ -28,7 +28,7 @@ def _read(keys: Keys, _architecture: str) -> Seq2SeqConfig:
     for name in ("share_encoder_decoder_embeddings", "tie_word_embeddings", "static_position_embeddings"):
         keys.must_be(name, True)
     keys.must_be("is_encoder_decoder", True)
-    keys.aside("num_hidden_layers", "init_std", "num_labels", "add_bias_logits", "extra_pos_embeddings")
+    keys.aside("num_hidden_layers", "init_std", "add_bias_logits", "extra_pos_embeddings")
     size = keys.take("vocab_size", kind=int)
     keys.must_be("decoder_vocab_size", size)
     heads, hidden = (keys.take(f"encoder_{name}", kind=int) for name in ("attention_heads", "ffn_dim"))

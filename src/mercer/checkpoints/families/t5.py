@@ -23,7 +23,7 @@ def _read_common(keys: Keys) -> dict[str, Any]:
     """What the two call alike."""
     keys.must_be("is_encoder_decoder", True)
     keys.must_be("is_decoder", False)
-    keys.aside("n_positions", "dense_act_fn", "is_gated_act", "output_past")
+    keys.aside("n_positions", "dense_act_fn", "is_gated_act")
     layers = keys.take("num_layers", kind=int)
     return {
         "vocab_size": keys.take("vocab_size", kind=int),
@@ -215,7 +215,7 @@ def _names(config: Seq2SeqConfig, dense: str) -> Names:
 FAMILIES = (
     Family(
         name="t5",
-        architectures=("T5ForConditionalGeneration",),
+        architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),  # the second is the first's old name
         read_config=_read_t5,
         write_config=_write_t5,
         build=build,
