@@ -205,18 +205,20 @@ def main(arguments: list[str]) -> None:
     loaded = time.perf_counter() - before
     prompt = prompt_of(length, shape)
     generate(prompt[:16], 3)
-    first, whole = [], []
+    first, whole, busy = [], [], {}
     tokens: list[int] = []
     for count in (1, 1 + new, 1, 1 + new):
-        before = time.perf_counter()
+        before, spent = time.perf_counter(), time.process_time()
         tokens = generate(prompt, count)
         (first if count == 1 else whole).append(time.perf_counter() - before)
+        busy[count] = min(busy.get(count, float("inf")), time.process_time() - spent)
         if len(tokens) != count:
             raise SystemExit(f"{name} gave {len(tokens)} tokens for {count}")
     found = {
         "load": loaded,
         "first": min(first),
         "token": (min(whole) - min(first)) / new,
+        "cpu": (busy[1 + new] - busy[1]) / new,
         "peak": peak_bytes(),
         "tokens": tokens,
     }

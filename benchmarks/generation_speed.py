@@ -1,10 +1,10 @@
 """Milliseconds a token of greedy generation, ours and other libraries', from the same weights, one prompt at a time.
 
 Each measurement is a process of its own, which loads the model (`load`), reads a prompt (`first`, up to the first
-token) and writes 128 tokens (`token`, the rest divided by their number; the better of two calls each); `peak` is the
-most memory it held. Rounds go through all contestants in turns; given are medians and quartiles. `of memory` is what a
-step has to read, weights and the cache halfway, over its time, as a part of what a sum over a large tensor reads in the
-same run.
+token) and writes 128 tokens (`token`, the rest divided by their number; the better of two calls each; `cpu`, what all
+its threads were busy meanwhile, which other processes disturb less); `peak` is the most memory it held. Rounds go
+through all contestants in turns; given are medians and quartiles. `of memory` is what a step has to read, weights and
+the cache halfway, over its time, as a part of what a sum over a large tensor reads in the same run.
 The weights are random, of the shape of SmolLM2-135M; they are made once in --folder. Whoever is not installed is left
 out with the reason; the extra `generation` has them all, of which llama-cpp-python is built from source.
 
@@ -127,14 +127,23 @@ def shown(found: dict[str, Any]) -> None:
         f"\n{found['dtype']}, a prompt of {found['prompt']:,}: a step reads {needed / 1e6:,.0f} MB, "
         f"{1e3 * needed / rate:.1f} ms at {rate / 1e9:.1f} GB/s"
     )
-    heads = (("ms/token", 9), ("quartiles", 16), ("of memory", 11), ("first s", 9), ("load s", 8), ("peak MB", 9))
+    heads = (
+        ("ms/token", 9),
+        ("quartiles", 16),
+        ("cpu ms", 8),
+        ("of memory", 11),
+        ("first s", 9),
+        ("load s", 8),
+        ("peak MB", 9),
+    )
     print(" " * 28 + "".join(f"{head:>{width}}" for head, width in (*heads, ("agrees", 8))))
     ours = found["rows"].get("mercer")
     for name, runs in sorted(found["rows"].items(), key=lambda row: median(row[1], "token")):
         token = median(runs, "token")
         low, high = (sorted(r["token"] for r in runs)[i] for i in (len(runs) // 4, -1 - len(runs) // 4))
         print(
-            f"{name:28}{1e3 * token:9.2f}{f'{1e3 * low:.2f}-{1e3 * high:.2f}':>16}{needed / token / rate:11.0%}"
+            f"{name:28}{1e3 * token:9.2f}{f'{1e3 * low:.2f}-{1e3 * high:.2f}':>16}{1e3 * median(runs, 'cpu'):8.2f}"
+            f"{needed / token / rate:11.0%}"
             f"{median(runs, 'first'):9.2f}{median(runs, 'load'):8.1f}{median(runs, 'peak') / 1e6:9.0f}"
             f"{runs[0]['agrees']:8}"
         )

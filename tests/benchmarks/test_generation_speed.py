@@ -24,7 +24,7 @@ def test_prompts_have_no_token_that_ends_them() -> None:
 
 def test_the_table_has_ratios_round_by_round(capsys: pytest.CaptureFixture[str]) -> None:
     def runs(*times: float) -> list[dict[str, float]]:
-        return [{"token": t, "first": 1.0, "load": 2.0, "peak": 3e6, "agrees": 9} for t in times]
+        return [{"token": t, "first": 1.0, "load": 2.0, "peak": 3e6, "cpu": t, "agrees": 9} for t in times]
 
     found = {"dtype": "float32", "prompt": 64, "step_bytes": 1e8, "read_bytes_per_second": 1e10}
     rows = {"mercer": runs(0.02, 0.04), "transformers": runs(0.04, 0.12)}
