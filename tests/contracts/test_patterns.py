@@ -20,6 +20,7 @@ from mercer import (
     Length,
     Longformer,
     Padding,
+    Prefix,
     PrefixLM,
     RandomBlocks,
     Strided,
@@ -148,11 +149,21 @@ def test_patterns_of_rows_are_refused_in_documents(name):
         attention(*inputs(), structure=PATTERNS[name] & Documents(torch.tensor([0, 9, LENGTH])), form="chunked")
 
 
+def test_prefixes_that_are_alike_by_chance_are_refused_in_documents_too():
+    with pytest.raises(Unsupported, match="with Documents: give a pattern that is the same in all rows"):
+        attention(*inputs(), structure=PrefixLM(torch.tensor([5, 5])) & Documents(torch.tensor([0, 9, LENGTH])))
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("form", ["dense", "chunked"])
 def test_patterns_of_rows_are_for_so_many_rows(rows, form):
     query, key, value = inputs(batch=rows)
-    for pattern in (Longformer(6, mask=MARKS), Window(2) | Global(mask=MARKS), PrefixLM(torch.tensor([3, 14]))):
+    lengths = (
+        PrefixLM(torch.tensor([3, 14])),
+        PrefixLM(torch.tensor([5, 5])),
+        Window(2) | Prefix(torch.tensor([5, 5])),
+    )
+    for pattern in (Longformer(6, mask=MARKS), Window(2) | Global(mask=MARKS), *lengths):
         with pytest.raises(InvalidArgument, match=f"given for 2 batch rows, but this call has {rows}"):
             attention(query, key, value, structure=pattern, form=form)
 

@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from mercer import Columns, Fixed, Global, InvalidArgument, Longformer, Prefix, PrefixLM, Visible
+from mercer import (
+    BigBird,
+    Columns,
+    Fixed,
+    Global,
+    InvalidArgument,
+    Longformer,
+    Prefix,
+    PrefixLM,
+    RandomBlocks,
+    Visible,
+    attention,
+)
 
 ROWS = torch.tensor([3, 9])
 
@@ -19,6 +31,8 @@ ROWS = torch.tensor([3, 9])
         (lambda: Longformer(8, mask=torch.ones(5).bool()), "^Longformer: mask must be a boolean"),
         (lambda: PrefixLM([3, 9]), r"^PrefixLM: .* a tensor of one for each batch row, not \[3, 9\]"),
         (lambda: PrefixLM(ROWS.float()), "^PrefixLM: length"),
+        (lambda: PrefixLM(ROWS > 4), "^PrefixLM: length must be an integer of 0 or more, or a tensor of one for each"),
+        (lambda: Prefix(ROWS.to(torch.complex64)), "^Prefix: length"),
         (lambda: PrefixLM(-1), "^PrefixLM: length .* not -1"),
         (lambda: Prefix(-ROWS), "^Prefix: length"),
         (lambda: Fixed(4, 5), r"^Fixed: columns must be 4 \(the block's size\) or less, not 5"),
@@ -30,6 +44,15 @@ ROWS = torch.tensor([3, 9])
 def test_what_is_wrong_is_said(make, message):
     with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+@pytest.mark.parametrize("form", ["dense", "chunked"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_too_few_random_blocks_are_those_of_who_drew_them(form, causal):
+    q = torch.zeros(1, 4, 40, 2)
+    for made, name in ((BigBird(4, heads=3, causal=causal), "BigBird"), (RandomBlocks(4, heads=3), "RandomBlocks")):
+        with pytest.raises(InvalidArgument, match=f"^{name}: heads=3, but the call has 4 query heads"):
+            attention(q, q, q, structure=made, form=form)
 
 
 def test_positions_may_be_any_sequence():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ class RandomBlocks(Pattern):
     heads: int | None = None
     apart: bool = False
     causal: bool = False
+    name: ClassVar[str] = "RandomBlocks"
 
     def __post_init__(self) -> None:
         at_least("RandomBlocks", size=self.size, count=self.count)
@@ -71,7 +73,7 @@ class RandomBlocks(Pattern):
     def sees(self, at: Place) -> Tensor:
         if self.heads is not None and at.head.max() >= self.heads:
             raise InvalidArgument(
-                f"RandomBlocks: heads={self.heads}, but the call has {int(at.head.max()) + 1} query heads or more."
+                f"{self.name}: heads={self.heads}, but the call has {int(at.head.max()) + 1} query heads or more."
             )
         found: Tensor | None = None
         past = max(int(at.query.max()) + 1, 0) if self.causal and at.query.numel() else 0
@@ -100,6 +102,12 @@ class RandomBlocks(Pattern):
             return (chosen[:, None] * self.size + np.arange(self.size)).ravel()
 
         return Candidates(keys, block=self.size)
+
+
+class _RandomOfBigBird(RandomBlocks):
+    """Those of :class:`BigBird`, which messages name."""
+
+    name = "BigBird"
 
 
 @lru_cache(maxsize=64)
@@ -199,11 +207,11 @@ class BigBird(Pattern):
         if self.causal:
             before: tuple[Pattern, ...] = (Blocks(self.size, 1), Prefix(self.size))
             if self.random:
-                before += (RandomBlocks(self.size, self.random, self.seed, self.heads, apart=True, causal=True),)
+                before += (_RandomOfBigBird(self.size, self.random, self.seed, self.heads, apart=True, causal=True),)
             return intersection((Either(before), Causal()))
         shown: list[Pattern] = [Blocks(self.size, 1, 1), EndBlocks(self.size, True), EndBlocks(self.size, False)]
         if self.random and not self.hf_compat:
-            shown.append(RandomBlocks(self.size, self.random, self.seed, self.heads, apart=True))
+            shown.append(_RandomOfBigBird(self.size, self.random, self.seed, self.heads, apart=True))
         return tuple((one,) for one in shown)
 
     def log_weight(self, at: Place) -> Tensor | None:

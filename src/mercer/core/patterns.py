@@ -7,7 +7,7 @@ position counts the real tokens before a token in its own sequence, or document,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -287,19 +287,17 @@ class Prefix(Pattern):
     """Every query sees the first ``length`` tokens: an integer, or integers ``[B]``, one for each batch row."""
 
     length: int | Tensor
+    rows: int | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_prefix("Prefix", self.length)
+        object.__setattr__(self, "rows", len(self.length) if isinstance(self.length, Tensor) else None)
         if isinstance(self.length, Tensor) and bool((self.length == self.length[:1]).all()):
             object.__setattr__(self, "length", int(self.length[0]) if len(self.length) else 0)
 
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return isinstance(self.length, Tensor)
-
-    @property
-    def rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.length.shape[0] if isinstance(self.length, Tensor) else None
 
     @property
     def pairwise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -436,7 +434,8 @@ def _check_columns(where: str, size: int, columns: int) -> None:
 
 def _check_prefix(where: str, length: object) -> None:
     if isinstance(length, Tensor):
-        fits = length.dim() == 1 and not length.is_floating_point() and not bool((length < 0).any())
+        whole = not (length.is_floating_point() or length.is_complex() or length.dtype == torch.bool)
+        fits = length.dim() == 1 and whole and not bool((length < 0).any())
     else:
         fits = isinstance(length, int) and not isinstance(length, bool) and length >= 0
     if not fits:

@@ -160,7 +160,7 @@ class Pattern(Structure):
 
     def in_documents(self) -> Pattern:
         """The pattern within each packed document, whose rows are not those of the batch."""
-        if self.per_row:
+        if self.per_row or self.rows is not None:
             raise Unsupported(f"{self} with Documents: give a pattern that is the same in all rows and documents.")
         return self
 
