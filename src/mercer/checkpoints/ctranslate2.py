@@ -15,10 +15,11 @@ from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Layout, Names, Rule, Twin, same
 from mercer.errors import InvalidArgument, StorageError, Unsupported
 from mercer.models.seq2seq_config import Seq2SeqConfig
+from mercer.models.tokenizer import HubVocabulary, load_hub_vocabulary
 from mercer.runtime.files import read_json
 
 KIND, REVISION = "WhisperSpec", 3
-START = "<|startoftranscript|>"
+START, END = "<|startoftranscript|>", "<|endoftext|>"
 _GELU = 3
 _EMBEDDING = "decoder/embeddings/weight"
 _OFF = ("alibi", "alibi_use_positive_positions", "scale_alibi", "scale_embeddings", "start_from_zero_embedding")
@@ -84,6 +85,12 @@ def read_ctranslate2(folder: Path) -> tuple[CTranslate2, Seq2SeqConfig, Names, d
     )
     ignored = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     return file, config, _names(config), keys.ignored | (ignored if isinstance(ignored, dict) else {})
+
+
+def ctranslate2_vocabulary(folder: Path, size: int) -> HubVocabulary:
+    """The tokenizer.json of a folder, where nothing says what ends a text: it is Whisper's <|endoftext|>."""
+    found = load_hub_vocabulary(folder, size)
+    return HubVocabulary(found.tokenizer, names={"eos_token": END} | found.names, where=str(folder))
 
 
 def _shape(file: CTranslate2, name: str, dimensions: int) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mercer.checkpoints.ctranslate2 import read_ctranslate2
-from mercer.checkpoints.ctranslate2_file import is_ctranslate2
+from mercer.checkpoints.ctranslate2 import ctranslate2_vocabulary, read_ctranslate2
+from mercer.checkpoints.ctranslate2_file import CTranslate2, is_ctranslate2
 from mercer.checkpoints.family import Family, find_family
 from mercer.checkpoints.gguf import SUFFIX, read_gguf
 from mercer.checkpoints.gguf_file import GGUF
@@ -48,7 +48,7 @@ class Checkpoint:
     family: str
     folder: Path
     ignored: dict[str, Any] = field(default_factory=dict)
-    file: GGUF | None = None
+    file: GGUF | CTranslate2 | None = None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -58,8 +58,10 @@ class Checkpoint:
             InvalidArgument: the checkpoint has no vocabulary, or one that does not fit its model.
         """
         size: int = self.model.config.vocab_size
-        if self.file is not None:
+        if isinstance(self.file, GGUF):
             return gguf_vocabulary(self.file.metadata, str(self.folder), size)
+        if isinstance(self.file, CTranslate2):
+            return ctranslate2_vocabulary(self.folder, size)
         return load_vocabulary(self.folder, size) if self.family == "mercer" else load_hub_vocabulary(self.folder, size)
 
     @cached_property
@@ -70,7 +72,7 @@ class Checkpoint:
             InvalidArgument: the checkpoint has no template.
         """
         names = getattr(self.vocabulary, "names", {})
-        if self.file is None:
+        if not isinstance(self.file, GGUF):
             return load_chat_template(self.folder, names=names)
         template = gguf_template(self.file.metadata, names, str(self.folder))
         if template is None:
@@ -125,7 +127,7 @@ def open_checkpoint(
     if is_ctranslate2(folder):
         source, config, names, ignored = read_ctranslate2(folder)
         model = fill(Seq2Seq, config, names, source, dtype=kind, device=device, attention=attention)
-        return Checkpoint(model, "whisper", folder, ignored)
+        return Checkpoint(model, "whisper", folder, ignored, source)
     values = read_json(folder / CONFIG)
     if not isinstance(values, dict):
         raise InvalidArgument(f"{folder / CONFIG} must hold a JSON object of configuration keys")
