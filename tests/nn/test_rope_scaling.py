@@ -246,3 +246,14 @@ def test_two_trained_lengths_of_dynamic_ntk_are_refused():
 def test_one_pair_has_no_base_to_change(make):
     with pytest.raises(InvalidArgument, match="at least 4 turned channels, not 2"):
         make()
+
+
+@pytest.mark.parametrize("given", [{}, {"factor": None}, {"beta_fast": 16, "original_max_position_embeddings": None}])
+def test_yarn_needs_a_factor_or_what_it_follows_from(given):
+    """It was taken for 1, which changes nothing, where the others were refused; so does `transformers` refuse it."""
+    with pytest.raises(InvalidArgument, match="'yarn' needs factor"):
+        rope_from_config({"rope_type": "yarn", **given}, head_dim=8, max_length=128)
+    told = rope_from_config({"rope_type": "yarn", **given, "factor": 4.0}, head_dim=8, max_length=128)
+    assert (told.scaling.factor, told.scaling.trained) == (4.0, 128)
+    derived = {"rope_type": "yarn", **given, "original_max_position_embeddings": 32}
+    assert rope_from_config(derived, head_dim=8, max_length=128).scaling.factor == 4.0

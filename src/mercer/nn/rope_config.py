@@ -69,7 +69,8 @@ def scaling_from_dict(parameters: Mapping[str, Any], *, max_length: int | None =
     """The scaling that a dictionary with "rope_type" describes; None for "default".
 
     max_length: the model's context; it stands for a missing `original_max_position_embeddings`, and for a missing
-    factor of "yarn" and "longrope" the factor is max_length / original_max_position_embeddings.
+    factor of "yarn" and "longrope" the factor is max_length / original_max_position_embeddings. Where both are missing
+    "yarn" is refused, as by `transformers`, and "longrope" has the factor 1.
 
     Raises:
         InvalidArgument: an unknown type or key, a missing or impossible value.
@@ -86,9 +87,11 @@ def scaling_from_dict(parameters: Mapping[str, Any], *, max_length: int | None =
         return None
     maker, names = _KEYS[kind]
     _known(kind, values, names)
+    told = TRAINED in values
     if TRAINED in names and max_length is not None:
         values.setdefault(TRAINED, max_length)
-    if kind in ("yarn", "longrope") and "factor" not in values and max_length is not None and TRAINED in values:
+    derived = kind == "longrope" or (kind == "yarn" and told)  # YaRN by a factor of 1 would change nothing
+    if derived and "factor" not in values and max_length is not None and TRAINED in values:
         count = values[TRAINED]
         values["factor"] = max_length / count if isinstance(count, int) and count > 0 else 1.0
     needed = {key for key in names if key in _REQUIRED.get(kind, ()) or _has_no_default(maker, names[key])}
