@@ -22,7 +22,7 @@ from mercer.training.evaluate import evaluate
 from mercer.training.interrupt import Interrupts
 from mercer.training.metrics import Metrics, lacking, read_metrics
 from mercer.training.optim import learning_rate, make_optimizer
-from mercer.training.run import begin, hold, require_same
+from mercer.training.run import Reader, begin, hold, require_same
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,15 @@ def fit(
     *,
     restart: bool = False,
     tensorboard: bool = False,
+    read_description: Reader | None = None,
 ) -> TrainResult:
     """Train any module whose ``loss(tokens [B, T], targets [B, T])`` gives mean nats per token; see `trainer.train`.
 
     Args:
         build: makes the model, the same one every time; its gradients must reach every trainable parameter.
         description: the model as JSON values: kept as config.json, compared when a run is continued.
+        read_description: gives a description that an earlier version wrote as this one writes it, or raises
+            InvalidArgument. Default: as it is.
     """
     folder = Path(folder)
     device = find_device(config.device)
@@ -107,7 +110,7 @@ def fit(
         "environment": environment() | {"device": _device_name(device)},
     }
     with hold(folder):
-        begun, notes = begin(folder, record, restart)
+        begun, notes = begin(folder, record, restart, read_description)
         loop = _Loop(build().to(device).train(), begun, config, corpus, folder, device, progress)
         return loop.run(notes, tensorboard)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 from mercer.errors import InvalidArgument, StorageError
 from mercer.runtime.files import read_json, storage_error, write_json
 from mercer.training import checkpoint
-from mercer.training.config import FREE_ON_RESUME
+from mercer.training.config import FREE_ON_RESUME, TrainConfig
 from mercer.training.integrity import verify
 from mercer.training.metrics import METRICS_FILE
 
 RUN_FILE = "run.json"
+Reader = Callable[[dict[str, Any]], dict[str, Any]]
 _TOKEN_KEYS = ("sha256", "vocabulary", "split")
 
 
@@ -49,13 +50,16 @@ def hold(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def begin(folder: Path, record: dict[str, Any], restart: bool) -> tuple[dict[str, Any], list[str]]:
+def begin(
+    folder: Path, record: dict[str, Any], restart: bool, read_model: Reader | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Record a new run, or check that ``record`` continues the one that was begun here and has a checkpoint.
 
     Args:
         folder: the run's folder.
         record: ``model``, ``train``, ``corpus`` and ``environment``.
         restart: forget what is there and begin anew.
+        read_model: see :func:`require_same`.
 
     Returns:
         The record that the run was begun with, and sentences about differences that are allowed but may move the last
@@ -74,7 +78,7 @@ def begin(folder: Path, record: dict[str, Any], restart: bool) -> tuple[dict[str
     if old is None or not checkpoint.folders(folder):  # without a checkpoint there is nothing to continue or to lose
         write_json(folder / RUN_FILE, record)
         return record, []
-    require_same(folder, old, record)
+    require_same(folder, old, record, read_model)
     if notes:
         write_json(folder / RUN_FILE, old)
     was, now = _digits(old["environment"]), _digits(record["environment"])
@@ -124,23 +128,41 @@ def _is_record(value: Any) -> bool:
         return False
 
 
-def require_same(folder: Path, old: Any, record: dict[str, Any]) -> None:
+def require_same(folder: Path, old: Any, record: dict[str, Any], read_model: Reader | None = None) -> None:
     """Refuse to continue the run that ``old`` describes with the model, recipe and text of ``record``.
+
+    ``read_model`` gives the description of a model as this version writes it, for one that an earlier version wrote:
+    fields that were not there yet have their defaults. Those of the recipe are filled in likewise.
 
     Raises:
         InvalidArgument: they differ, or ``old`` is not the record of a run.
     """
     if not _is_record(old):
         raise InvalidArgument(f"{folder} has checkpoints that are not of such a run; name another folder, or restart")
+    readers = {"train": _read_recipe, "model": read_model}
     for part in ("train", "model", "corpus"):
-        keys = _TOKEN_KEYS if part == "corpus" else sorted({*old[part], *record[part]} - FREE_ON_RESUME)
+        begun, asked = (_as_now(one[part], readers.get(part)) for one in (old, record))
+        keys = _TOKEN_KEYS if part == "corpus" else sorted({*begun, *asked} - FREE_ON_RESUME)
         for key in keys:
-            was, now = old[part].get(key), record[part].get(key)
+            was, now = begun.get(key), asked.get(key)
             if was != now:
                 raise InvalidArgument(
                     f"{folder} holds a run begun with {_difference(f'{part}.{key}', was, now)}; "
                     f"give the old {'text' if part == 'corpus' else 'value'}, another folder, or restart"
                 )
+
+
+def _read_recipe(values: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as this version writes it."""
+    return TrainConfig(**values).model_dump(mode="json")
+
+
+def _as_now(values: dict[str, Any], read: Reader | None) -> dict[str, Any]:
+    """The values as this version writes them, or as they are where it cannot read them."""
+    try:
+        return values if read is None else read(values)
+    except InvalidArgument:
+        return values
 
 
 def _digits(environment: dict[str, Any]) -> dict[str, Any]:

@@ -55,4 +55,5 @@ def train(
         progress,
         restart=restart,
         tensorboard=tensorboard,
+        read_description=lambda values: ModelConfig(**values).model_dump(mode="json"),
     )
