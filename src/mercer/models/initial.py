@@ -23,20 +23,20 @@ def draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
 
 @torch.no_grad()
 def initialise(model: nn.Module, *, std: float, seed: int, residual_outputs: int) -> None:
-    """Draw every matrix of linear layers, experts, embeddings, learned positions and T5's biases; biases of layers
-    become 0, norms, gains and the tensors of kernels stay (those were drawn, from the same seed, when the kernel was
-    bound).
+    """Draw every matrix of linear layers, convolutions, experts, embeddings, learned positions and T5's biases; biases
+    of layers become 0, norms, gains and the tensors of kernels stay (those were drawn, from the same seed, when the
+    kernel was bound).
 
     Linear layers named "output" write into the residual stream and get std / sqrt(residual_outputs) (GPT-2's rule), so
     that the stream's variance does not grow with depth.
     """
     for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Embedding | ExpertLinear | LearnedPositions | T5Bias):
+        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding | ExpertLinear | LearnedPositions | T5Bias):
             continue
         if module.weight.is_meta:  # shapes alone are built, to be filled from a file
             continue
         narrow = path.rpartition(".")[2] == "output"
         name = f"{path}.weight"
         module.weight.copy_(draw(module.weight.shape, std / residual_outputs**0.5 if narrow else std, seed, name))
-        if isinstance(module, nn.Linear) and module.bias is not None:
+        if isinstance(module, nn.Linear | nn.Conv1d) and module.bias is not None:
             module.bias.zero_()
