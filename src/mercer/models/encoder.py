@@ -1,6 +1,5 @@
 """Encoders of token sequences: every token sees every other, or what a sparse pattern shows it."""
 
-
 import torch
 from torch import Tensor, nn
 

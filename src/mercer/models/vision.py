@@ -1,6 +1,5 @@
 """Encoders of images: an image as a sequence of patches, each of which sees every other."""
 
-
 import torch
 from torch import Tensor, nn
 
