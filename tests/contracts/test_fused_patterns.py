@@ -18,9 +18,11 @@ from mercer import (
     Causal,
     Documents,
     Exp,
+    Global,
     Padding,
     Sum,
     Visible,
+    Window,
     attention,
 )
 from mercer.backends import sparse_softmax
@@ -155,6 +157,19 @@ def test_any_composition_equals_the_dense_form(
     finally:
         sparse_softmax.ROWS = before
     compare(out, leaves, expected, torch.autograd.grad(expected, exact, upstream(expected.shape)), keys * dim)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_passes_that_show_nothing(length):
+    """A pass behind one without tiles went on from rows that nobody had written; no tile at all was an error."""
+    nobody = Global((length,), see=False)
+    for structure in (nobody, nobody | Window(None, 0, dilation=2)):
+        leaves, exact = drawn(2, 1, 2, length, length, 4, 5, SINGLE)
+        expected = attention(*exact, structure=structure, form="dense")
+        wanted = torch.autograd.grad(expected, exact, upstream(expected.shape))
+        left_over = [torch.full((n,), torch.nan) for n in range(1, 400)]
+        del left_over
+        compare(attention(*leaves, structure=structure, **FUSED), leaves, expected, wanted, 4 * length)
 
 
 def test_answers_of_rows_and_heads_are_asked_once_for_each(tiles):

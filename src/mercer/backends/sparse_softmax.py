@@ -261,5 +261,7 @@ _NO_CUTS = np.zeros(1, np.int64)
 def _cuts(made: Program, start: int, stop: int, splits: int) -> NDArray[np.int64]:
     """Where a pass is cut into runs of about the same work."""
     done = np.cumsum(made.work[start:stop] + LANES * LANES)
+    if not len(done):  # nobody sees anything
+        return np.full(splits + 1, start, np.int64)
     inner = np.searchsorted(done, done[-1] * np.arange(1, splits) / splits)
     return np.concatenate(([start], start + inner, [stop])).astype(np.int64)

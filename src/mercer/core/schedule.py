@@ -126,12 +126,14 @@ class _Builder:
             for start in range(0, len(chosen), self.rows):
                 yield from self._tile(chosen[start : start + self.rows], everyone, (), True)
         before: tuple[int, ...] = ()
-        steps = sorted({d.step for d in self.drivers if d.queries is None})
-        for step in steps:
+        first_pass = True  # until one has shown anything
+        for step in sorted({d.step for d in self.drivers if d.queries is None}):
+            pairs = self.pairs
             shown = tuple(i for i, d in enumerate(self.drivers) if d.step == step and d.queries is None)
             for queries in self._runs(left, step, shown):
-                yield from self._tile(queries, shown, before, step == steps[0], step)
+                yield from self._tile(queries, shown, before, first_pass, step)
             before += shown
+            first_pass = first_pass and self.pairs == pairs
 
     def _runs(self, left: Positions, step: int, shown: tuple[int, ...]) -> Iterator[Positions]:
         """The queries cut into tiles; blocks are not cut where that can be helped."""
