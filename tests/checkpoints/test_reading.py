@@ -90,6 +90,11 @@ def test_shards(saved, tmp_path, limit):
         ({"num_hidden_layers": 1}, "has the unknown model.layers.1.input_layernorm.weight"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
         ({"num_key_value_heads": 3}, "kv_heads 3 does not divide heads 4"),
+        ({"model_type": ["llama"]}, r"no architecture \['llama'\] here"),
+        ({"hidden_size": 10**30}, "hidden_size is 10{30}, more than any model has"),
+        ({"hidden_size": 2**39, "intermediate_size": 2**39}, "no tensor has the sizes of its configuration"),
+        ({"num_hidden_layers": 9999}, "it has 21 tensors for 9999 layers"),
+        ({"num_hidden_layers": 10**9}, "layers: Input should be less than or equal to 10000"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope_type must be one of"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "twist": 3}}, "has twist"),
     ],
@@ -170,6 +175,58 @@ def test_dtypes(saved, dtype):
     kinds = {p.dtype for p in model.parameters()}
     assert kinds == {torch.bfloat16 if dtype == "bfloat16" else dtype}
     assert model(TOKENS).dtype in kinds
+
+
+def test_what_another_attention_learns_has_the_dtype_of_the_others(saved):
+    model = checkpoints.load(saved[1], dtype="bfloat16", attention="hedgehog-sum")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(TOKENS).isfinite().all()
+
+
+@pytest.mark.parametrize("other", [torch.float16, torch.bfloat16])
+def test_tensors_of_several_dtypes_are_read_in_one_that_holds_them(saved, folder, other):
+    rounded = "model.layers.0.self_attn.q_proj.weight"
+    rewrite(folder, lambda t: t.update({name: t[name].to(other) for name in (rounded, "model.embed_tokens.weight")}))
+    model = checkpoints.load(folder)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    stored = load_file(folder / "model.safetensors")
+    parts = [stored[f"model.layers.0.self_attn.{name}_proj.weight"].float() for name in "qkv"]
+    assert torch.equal(model.blocks[0].attention.qkv.weight, torch.cat(parts))
+    assert model(TOKENS).dtype == torch.float32
+
+
+def test_norms_keep_a_wider_dtype(folder):
+    rewrite(folder, lambda t: t.update({name: t[name].to(torch.bfloat16) for name in t if "norm" not in name}))
+    model = checkpoints.load(folder)
+    assert model.norm.weight.dtype == torch.float32
+    assert model.embedding.weight.dtype == torch.bfloat16
+    assert model(TOKENS).dtype == torch.bfloat16
+
+
+def test_a_dtype_that_only_stores_needs_another_one(folder):
+    rewrite(folder, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn) for name in t if "norm" not in name}))
+    with pytest.raises(Unsupported, match="is stored as float8_e4m3fn, in which nothing is computed; choose another"):
+        checkpoints.load(folder)
+    assert checkpoints.load(folder, dtype="bfloat16")(TOKENS).isfinite().all()
+
+
+def test_a_tied_matrix_may_be_stored_twice_in_two_dtypes(tmp_path):
+    model = DecoderLM(CONFIG.model_copy(update={"tie_embeddings": True})).bfloat16()
+    checkpoints.save(model, tmp_path / "model", family="llama")
+    twin = {"lm_head.weight": model.embedding.weight.detach().float()}
+    rewrite(tmp_path / "model", lambda t: t.update(twin))
+    assert torch.equal(checkpoints.load(tmp_path / "model").embedding.weight, model.embedding.weight)
+
+
+def test_json_that_is_nested_without_end(folder):
+    (folder / "config.json").write_text("[" * 200_000)
+    with pytest.raises(StorageError, match="nested too deeply"):
+        checkpoints.load(folder)
+
+
+def test_a_name_that_is_too_long_is_no_folder():
+    with pytest.raises(InvalidArgument, match="there is no folder or file"):
+        checkpoints.load("x" * 5000)
 
 
 def test_an_unknown_dtype_is_refused(saved):

@@ -65,13 +65,13 @@ def families() -> tuple[str, ...]:
     return tuple(_HOMES)
 
 
-def find_family(name: str) -> Family:
+def find_family(name: object) -> Family:
     """The family of a model type.
 
     Raises:
         InvalidArgument: there is none; the message lists those that there are.
     """
-    if name not in _HOMES:
+    if not isinstance(name, str) or name not in _HOMES:
         raise InvalidArgument(f"there is no architecture {name!r} here; there are {', '.join(families())}")
     module = import_module(f"mercer.checkpoints.families.{_HOMES[name]}")
     return next(family for family in module.FAMILIES if family.name == name)

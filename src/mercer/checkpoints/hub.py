@@ -21,8 +21,11 @@ def find_folder(path: str | Path) -> Path:
         StorageError: the hub has no such model, or cannot be reached.
         Unsupported: the extra hub is not installed.
     """
-    if Path(path).exists():
-        return Path(path)
+    try:
+        if Path(path).exists():
+            return Path(path)
+    except OSError as error:  # no path of this system
+        raise InvalidArgument(f"there is no folder or file {path}: {error.strerror}") from error
     if _NAME.fullmatch(str(path)) is None:
         raise InvalidArgument(f"there is no folder or file {path}")
     try:

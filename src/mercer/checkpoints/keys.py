@@ -13,6 +13,7 @@ from mercer.errors import InvalidArgument, Unsupported
 
 T = TypeVar("T")
 _NONE: Any = object()
+_MOST = 2**40
 
 SAID_OF_THE_FILE = (
     "architectures",
@@ -163,6 +164,8 @@ class Keys:
             if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
                 names = " or ".join(each.__name__ for each in kinds)
                 raise InvalidArgument(f"{self.where}: {name} is {value!r}, not of type {names}")
+            if isinstance(value, int) and float not in kinds and abs(value) >= _MOST:
+                raise InvalidArgument(f"{self.where}: {name} is {value}, more than any model has")
         return value
 
     def first(self, *names: str, default: T = _NONE, kind: type | tuple[type, ...] | None = None) -> Any | T:

@@ -118,7 +118,8 @@ class Rule:
     def read(
         self, stored: Iterable[Tensor], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Our tensor from the pieces on disk: the piece itself where it lies as it is needed, else a new tensor.
+        """Our tensor from the pieces on disk: the piece itself where it lies as it is needed, else a new tensor, of the
+        narrowest dtype that holds every piece if none is given.
 
         The pieces are taken one by one and copied to their places in what is returned, so that nothing else is held.
         """
@@ -131,14 +132,19 @@ class Rule:
         laid = next(layouts).read(first)
         shape = self.shape or ((sum(self.rows), *laid.shape[1:]) if self.rows else laid.shape)
         out = torch.empty(shape, dtype=kind, device=place)
-        rows = out if self.shape is None or not self.rows else out.flatten(0, len(self.shape) - 2)
-        targets = iter(rows.split(self.rows) if self.rows else (rows,))
-        target = next(targets)
+        target = self._targets(out)[0]
         target.copy_(laid.reshape(target.shape))
         del first, laid
-        for target, layout, piece in zip(targets, layouts, pieces, strict=True):
-            target.copy_(layout.read(piece))
+        for i, (layout, piece) in enumerate(zip(layouts, pieces, strict=True), 1):
+            if dtype is None:
+                out = out.to(torch.promote_types(out.dtype, piece.dtype))
+            self._targets(out)[i].copy_(layout.read(piece))
         return out
+
+    def _targets(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Where each piece goes in our tensor."""
+        rows = out if self.shape is None or not self.rows else out.flatten(0, len(self.shape) - 2)
+        return rows.split(self.rows) if self.rows else (rows,)
 
     def write(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The pieces on disk from our tensor; views where they can be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mercer.checkpoints.hub import find_folder
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, Rule
 from mercer.checkpoints.source import Safetensors, Source
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, Unsupported
 from mercer.models.block_config import BlockConfig
 from mercer.models.chat import ChatTemplate, load_chat_template
 from mercer.models.decoder import DecoderLM
@@ -30,6 +30,7 @@ from mercer.models.io import load_model
 from mercer.models.seq2seq import Seq2Seq
 from mercer.models.tokenizer import load_hub_vocabulary
 from mercer.models.vocabulary import Vocabulary, load_vocabulary
+from mercer.nn.norms import LayerNorm, RMSNorm
 from mercer.runtime.files import read_json
 
 CONFIG = "config.json"
@@ -109,7 +110,8 @@ def open_checkpoint(
     path: a folder with config.json and model.safetensors, or shards with an index; or a GGUF file, whose quantised
         weights become float32; or a folder of CTranslate2's with a Whisper; or owner/name on the hub (the extra hub),
         where no such folder exists.
-    dtype: of the parameters; None: as stored. "float32", "bfloat16", "float16", "float64" or a torch dtype.
+    dtype: of the parameters; None: as stored, or if that is several, the narrowest that holds all matrices;
+        "float32", "bfloat16", "float16", "float64" or a torch dtype.
     attention: names of kernel and normaliser that replace the model's own, one or a pattern over the layers, as in
         `ModelConfig.attention`. What a kernel has to learn starts as it does in a new model.
 
@@ -157,13 +159,26 @@ def fill(
     attention: str | Sequence[str] | None = None,
 ) -> nn.Module:
     """A model of a configuration with the tensors of a source."""
-    with torch.device("meta"):  # what no file has, such as random directions, gets values all the same
-        model = build(config)
+    parts = (getattr(config, "layers", 0), getattr(config, "encoder_layers", 0))
+    if max(parts) > len(source.names):  # before as many modules are made
+        raise InvalidArgument(
+            f"{source.where} does not fit its configuration: it has {len(source.names)} tensors for {max(parts)} layers"
+        )
+    try:
+        with torch.device("meta"):  # what no file has, such as random directions, gets values all the same
+            model = build(config)
+    except RuntimeError as error:  # nothing is computed here, so that it can only be a size that no tensor has
+        raise InvalidArgument(f"{source.where}: no tensor has the sizes of its configuration ({error})") from error
     check(source, names, stored(model, names))
     if attention is not None:
         with torch.device("meta"):
             model = build(with_attention(config, attention))
-    model.load_state_dict(dict(read_all(source, names, dtype, device)), strict=False, assign=True)
+    tensors = _of_one_dtype(model, dict(read_all(source, names, dtype, device)))
+    model.load_state_dict(tensors, strict=False, assign=True)
+    computed = tensors[names.rules[0].ours].dtype  # of an embedding or what stands for it
+    for name, parameter in model.named_parameters():  # what another attention has to learn
+        if name not in tensors:
+            parameter.data = parameter.data.to(computed)
     return model.to(device).eval()
 
 
@@ -214,7 +229,7 @@ def read_all(
     for rule in names.rules:
         yield rule.ours, _read(source, rule, dtype, device)
     for twin in names.twins:
-        if twin.theirs in source.names and not torch.equal(source.read(twin.theirs), source.read(twin.of)):
+        if twin.theirs in source.names and not _equal(source.read(twin.theirs), source.read(twin.of)):
             raise InvalidArgument(
                 f"{source.where}: {twin.theirs} differs from {twin.of}, but the configuration says that they are one "
                 "(tie_word_embeddings)"
@@ -222,17 +237,41 @@ def read_all(
 
 
 def _read(source: Source, rule: Rule, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
-    return rule.read((_piece(source, name) for name in rule.theirs), dtype=dtype, device=device)
+    return rule.read((_piece(source, name, dtype) for name in rule.theirs), dtype=dtype, device=device)
 
 
-def _piece(source: Source, name: str) -> Tensor:
+def _piece(source: Source, name: str, dtype: torch.dtype | None) -> Tensor:
     piece = source.read(name)
     if not piece.is_floating_point():
         raise InvalidArgument(
             f"{source.where}: {name} has dtype {piece.dtype}; weights are floating-point numbers, and quantised ones "
             "are read from GGUF files"
         )
+    if dtype is None and piece.dtype not in DTYPES.values():
+        raise Unsupported(
+            f"{source.where}: {name} is stored as {str(piece.dtype).removeprefix('torch.')}, in which nothing is "
+            f"computed; choose another dtype: {', '.join(DTYPES)}"
+        )
     return piece
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all())
+
+
+def _of_one_dtype(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the narrowest dtype that holds all, since matrices are multiplied in one. Norms stay, which are
+    computed in float32 at least.
+    """
+    norms = {
+        f"{place}.{name}"
+        for place, module in model.named_modules()
+        if isinstance(module, LayerNorm | RMSNorm)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    kinds = {tensor.dtype for name, tensor in tensors.items() if name not in norms}
+    wide = reduce(torch.promote_types, kinds)
+    return {name: tensor if name in norms else tensor.to(wide) for name, tensor in tensors.items()}
 
 
 def with_attention(config: Any, attention: str | Sequence[str]) -> Any:

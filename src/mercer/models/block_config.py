@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mercer.core.structures import Structure
 
 Positive = Annotated[int, Field(ge=1)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+"""Bounded, since a configuration from elsewhere could otherwise ask for more modules than memory holds."""
 BiasPart = Literal["qkv", "query", "key", "value", "output", "gate", "feedforward", "norm"]
 
 
@@ -72,7 +74,7 @@ class BlockConfig(BaseModel):
 
     dim: Positive = 128
     """Channels of the residual stream."""
-    layers: Positive = 4
+    layers: Layers = 4
     heads: Positive = 8
     """Query heads of each attention."""
     kv_heads: Positive | None = None

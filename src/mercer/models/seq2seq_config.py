@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mercer.models.block_config import BlockConfig, Positive
+from mercer.models.block_config import BlockConfig, Layers, Positive
 from mercer.models.experts_config import ExpertsConfig
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class Seq2SeqConfig(BlockConfig):
 
     vocab_size: Positive
     """Number of token ids, of the source and of the target."""
-    encoder_layers: Positive = 4
+    encoder_layers: Layers = 4
     encoder_experts: ExpertsConfig | None = None
     """Experts in the encoder, as `experts` in the decoder."""
     source: Literal["tokens", "frames"] = "tokens"

@@ -122,3 +122,5 @@ def read_json(path: Path) -> Any:
         raise StorageError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
     except ValueError as error:
         raise StorageError(f"cannot read {path}: it is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise StorageError(f"cannot read {path}: its JSON is nested too deeply") from error
