@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mercer.core.state import CacheState
-from mercer.errors import InvalidArgument, Unsupported
-from mercer.inference.generate import generate
+from mercer.errors import InvalidArgument, NonFinite, Unsupported
+from mercer.inference.generate import complete, generate, stream
 from mercer.inference.sampler import Sampling
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
@@ -110,11 +110,28 @@ def test_memory_is_the_states(attention, constant, monkeypatch):
         ([2**70], {}, r"the prompt must be whole numbers in one dimension \("),
         ([1], {"max_tokens": -1}, r"max_tokens=-1"),
         ([1], {"prefill": 0}, r"prefill=0"),
+        ([1], {"max_tokens": 2.5}, r"max_tokens=2.5 .* whole numbers"),
+        ([1], {"max_tokens": True}, r"max_tokens=True"),
+        ([1], {"seed": "1"}, r"seed is '1'; it is a whole number"),
+        ([1], {"seed": [1.5]}, r"seed is 1.5; it is a whole number"),
+        ([1], {"seed": 2**64}, r"seed is 18446744073709551616; it is a whole number of 64 bits"),
     ],
 )
 def test_wrong_prompts_are_refused_before_anything_runs(prompt, options, message):
     with pytest.raises(InvalidArgument, match=message):
         generate(build(), prompt, **{"max_tokens": 1} | options)
+
+
+def test_numbers_of_logprobs_are_whole():
+    with pytest.raises(InvalidArgument, match="logprobs=True: from 0 to the vocabulary's 256"):
+        stream(build(), [[1]], 1, logprobs=True)
+
+
+def test_logprobs_of_a_model_that_is_broken_are_no_numbers():
+    model = build()
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    with pytest.raises(NonFinite, match="the model's logits are not finite"):
+        complete(model, [[1, 2, 3]], 0, logprobs=1, echo=True)
 
 
 def test_learned_positions_that_do_not_reach_are_refused_before_anything_runs():

@@ -111,6 +111,7 @@ def test_a_text_beyond_the_reach_is_read_in_windows_of_it():
         (b"abc", {"context": 4, "stride": 4}, "stride from 1 to 3"),
         (b"abc", {"stride": 0}, "stride from 1 to 2"),
         (b"abc", {"piece": 0}, "piece at least 1"),
+        (b"abcdef", {"context": 4, "stride": 2.5}, "stride=2.5 .* must be whole numbers"),
     ],
 )
 def test_what_cannot_be_scored(text, options, message):

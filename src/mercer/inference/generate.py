@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from mercer.errors import InvalidArgument
-from mercer.inference.reading import PIECE, CausalModel, Reading, rows_of
+from mercer.errors import InvalidArgument, NonFinite
+from mercer.inference.reading import PIECE, CausalModel, Reading, rows_of, whole
 from mercer.inference.sampler import Sampling
 from mercer.inference.stops import Stops
 
@@ -157,14 +157,20 @@ def stream(
         NonFinite: the model's logits are not finite.
     """
     rows = rows_of(prompts)
-    if max_tokens < 0 or prefill < 1:
-        raise InvalidArgument(f"max_tokens={max_tokens} and prefill={prefill}: at least 0 and 1 are needed")
-    if logprobs is not None and not 0 <= logprobs <= model.config.vocab_size:
-        raise InvalidArgument(f"logprobs={logprobs}: from 0 to the vocabulary's {model.config.vocab_size} can be told")
+    if not whole(max_tokens) or not whole(prefill) or max_tokens < 0 or prefill < 1:
+        raise InvalidArgument(
+            f"max_tokens={max_tokens!r} and prefill={prefill!r}: whole numbers of at least 0 and 1 are needed"
+        )
+    if logprobs is not None and not (whole(logprobs) and 0 <= logprobs <= model.config.vocab_size):
+        raise InvalidArgument(
+            f"logprobs={logprobs!r}: from 0 to the vocabulary's {model.config.vocab_size} can be told"
+        )
     Stops(stop)  # says what is wrong with them
     if stop and vocabulary is None:
         raise InvalidArgument("stop strings need the vocabulary, which gives tokens their text")
-    seeds = [seed + i for i in range(len(rows))] if isinstance(seed, int) else list(seed)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed + i if whole(seed) else seed for i in range(len(rows))]
+    if wrong := [one for one in seeds if not whole(one) or not -(2**63) <= one < 2**64]:
+        raise InvalidArgument(f"seed is {wrong[0]!r}; it is a whole number of 64 bits")
     reading = reading or Reading(model, len(rows))
     if len(seeds) != len(rows) or len(reading.tokens) != len(rows):
         raise InvalidArgument(f"{len(seeds)} seeds and {len(reading.tokens)} rows read for {len(rows)} prompts")
@@ -190,6 +196,8 @@ class _Wanted:
         if self.logprobs is None:
             return None, ()
         logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        if not bool(logs.isfinite().all()):
+            raise NonFinite("the model's logits are not finite; its parameters or its dtype are at fault")
         values, tokens = logs.topk(self.logprobs)
         return float(logs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))
 

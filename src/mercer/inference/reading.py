@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -155,6 +156,11 @@ class Reading:
             f"the model has {kind} positions for {limit} tokens, too few to continue {what} of {length} by "
             f"max_tokens={more}; {can}{fix}"
         )
+
+
+def whole(value: object) -> bool:
+    """Whether a value is a whole number, which True and 1.0 are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def rows_of(prompts: Sequence[Sequence[int] | Tensor]) -> list[list[int]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from mercer.errors import InvalidArgument, NonFinite
+from mercer.inference.reading import whole
 
 FEW = (256, 4096)
 
@@ -44,9 +46,13 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real | None):
+                raise InvalidArgument(f"{name} is {value!r}; it is a number")
         if not 0 <= self.temperature < float("inf"):
             raise InvalidArgument(f"temperature is {self.temperature}; it is a finite number of at least 0")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+        if self.top_k is not None and (not whole(self.top_k) or self.top_k < 1):
             raise InvalidArgument(f"top_k is {self.top_k}; it is a whole number from 1, or None to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InvalidArgument(f"top_p is {self.top_p}; it is above 0 and at most 1, or None to keep every token")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mercer.errors import InvalidArgument, NonFinite
-from mercer.inference.reading import PIECE, CausalModel, Reading
+from mercer.inference.reading import PIECE, CausalModel, Reading, whole
 
 if TYPE_CHECKING:
     from mercer.models.vocabulary import Vocabulary
@@ -109,11 +109,11 @@ def score(
     context = _context(model, len(beginning) + len(tokens)) if context is None else context
     stride = max(context // 2, 1) if stride is None else stride
     most = context - max(len(beginning), 1)
-    if most < 1 or not 1 <= stride <= most or piece < 1:
+    if not all(map(whole, (context, stride, piece))) or most < 1 or not 1 <= stride <= most or piece < 1:
         least = 1 + max(len(beginning), 1)
         raise InvalidArgument(
-            f"context={context}, stride={stride} and piece={piece}: context is at least {least}, stride from 1 to "
-            f"{max(most, 1)}, piece at least 1"
+            f"context={context}, stride={stride} and piece={piece} must be whole numbers: context is at least {least}, "
+            f"stride from 1 to {max(most, 1)}, piece at least 1"
         )
     reach = getattr(model, "reach", None)
     if reach is not None and context - 1 > reach:
