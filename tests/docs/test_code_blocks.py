@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
         "README.md",
         "docs/architecture.md",
         "docs/advise.md",
+        "docs/checkpoints.md",
         "docs/distributed.md",
         "docs/engine.md",
         "docs/generation.md",
