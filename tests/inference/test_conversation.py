@@ -145,3 +145,9 @@ def test_a_chat_that_the_template_refuses_is_as_it_was(vocabulary):
     with pytest.raises(InvalidArgument, match="refuses this chat: System role not supported"):
         list(chat.answer("the cat"))
     assert chat.messages == [{"role": "system", "content": "x"}]
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
+def test_what_the_chat_says_is_no_variable(vocabulary, name):
+    with pytest.raises(InvalidArgument, match=f"the chat itself says {name} to its template"):
+        Conversation(build(), vocabulary, ChatTemplate(CHATML), variables={name: 1})

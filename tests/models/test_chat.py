@@ -139,3 +139,42 @@ def test_where_templates_are_found(tmp_path):
     assert load_chat_template(tmp_path, template="rag").source == "five"
     with pytest.raises(InvalidArgument, match="has no chat template 'tool_use'; choose one of default, rag"):
         load_chat_template(tmp_path, template="tool_use")
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 5,000 passes"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}", "5,000 passes"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "does not fit this chat: maximum recursion"),
+        ("{{ lipsum(n=10**9) }}", "'lipsum' is undefined"),
+        ("{{ 'a' * 10 ** 17 }}", "writes more than fits into memory"),
+        (r"{{ '\udc80' }}", "writes halves of characters"),
+    ],
+)
+def test_templates_end(source, sentence, monkeypatch):
+    monkeypatch.setattr("mercer.models.chat.MOST_PASSES", 5_000)
+    template = ChatTemplate(source)
+    for _ in range(2):  # counted anew each time
+        with pytest.raises(InvalidArgument, match=sentence):
+            template.render([{"role": "user", "content": "hi"}])
+
+
+def test_loops_that_end_are_counted_anew_for_each_chat(monkeypatch):
+    monkeypatch.setattr("mercer.models.chat.MOST_PASSES", 5)
+    template = ChatTemplate("{% for i in range(5) %}{{ i }}{% else %}none{% endfor %}")
+    assert [template.render([]) for _ in range(3)] == ["01234"] * 3
+    monkeypatch.setattr("mercer.models.chat.MOST_PASSES", 0)
+    assert ChatTemplate("{% for i in [] %}{{ i }}{% else %}none{% endfor %}").render([]) == "none"
+
+
+@pytest.mark.parametrize("source", ["{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", None, ["x"]])
+def test_what_is_no_template(source):
+    with pytest.raises(InvalidArgument, match=r"is not a template: it is nested too deeply|is no text but of"):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize("tools", [1, "read", {"name": "read"}])
+def test_tools_are_a_list(tools):
+    with pytest.raises(InvalidArgument, match=r"tools is .*; it is a list of objects"):
+        ChatTemplate("{{ tools }}").render([], tools=tools)

@@ -76,6 +76,8 @@ class Conversation:
     ) -> None:
         self._model, self._vocabulary, self._template = model, vocabulary, template
         Stops(stop)  # says what is wrong with them
+        if given := sorted({"self", "messages", "add_generation_prompt"} & (variables or {}).keys()):
+            raise InvalidArgument(f"the chat itself says {given[0]} to its template, so it is no variable to be given")
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._sampling, self._stop, self._prefill = sampling, tuple(stop), prefill
         self._seed, self._max_tokens, self._variables = seed, max_tokens, variables or {}

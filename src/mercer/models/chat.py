@@ -1,7 +1,8 @@
 """From the messages of a chat to the text that a model reads: the Jinja template in the model's folder.
 
 A template comes with the weights, from whoever made them, so it runs in Jinja's immutable sandbox: it sees copies of
-the messages made of plain values, and can neither reach Python's objects nor change what it is given.
+the messages made of plain values, and can neither reach objects of Python nor change what it is given. Its loops and
+macros are counted, so that they end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mercer.runtime.files import read_json
 TEMPLATE_FILE = "chat_template.jinja"
 MORE_FOLDER = "additional_chat_templates"
 CONFIG_FILE = "tokenizer_config.json"
+MOST_PASSES = 2_000_000
 Message = Mapping[str, Any]
 
 
@@ -43,6 +45,24 @@ class _Generation(Extension):
 
     def _body(self, caller: Macro) -> str:
         return caller()
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Counts the passes of loops and the calls of macros, of which a rendering has so many at most."""
+
+    passes = 0
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all((nodes.For, nodes.Macro)):
+            call = nodes.Call(nodes.EnvironmentAttribute("count"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+        return tree
+
+    def count(self) -> None:
+        self.passes += 1
+        if self.passes > MOST_PASSES:
+            raise _Refused(f"it has gone through more than {MOST_PASSES:,} passes of its loops and macros")
 
 
 class ChatTemplate:
@@ -71,9 +91,10 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.source, self.names, self._where = source, dict(names or {}), where
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        if not isinstance(source, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"{where} is no text but of {type(source).__name__}")
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        del environment.globals["lipsum"]  # as much text as asked for
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["dict"] = lambda *given, **fields: dict(*given, **fields)  # not the class and its methods
@@ -82,6 +103,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise InvalidArgument(f"{where} is not a template, in line {error.lineno}: {error.message}") from error
+        except (RecursionError, MemoryError) as error:
+            raise InvalidArgument(f"{where} is not a template: it is nested too deeply") from error
+        self._environment = environment
 
     def render(
         self,
@@ -110,6 +134,9 @@ class ChatTemplate:
             if not isinstance(message, Mapping):
                 raise InvalidArgument(f"messages[{i}] is {message!r}; a message has a role and a content")
             shown.append(_plain({key: value for key, value in message.items() if value is not None}, f"messages[{i}]"))
+        for name, value in (("tools", tools), ("documents", documents)):
+            if value is not None and (isinstance(value, str | Mapping) or not isinstance(value, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InvalidArgument(f"{name} is {value!r}; it is a list of objects")
         values = {
             "messages": shown,
             "tools": None if tools is None else _plain(list(tools), "tools"),
@@ -118,13 +145,20 @@ class ChatTemplate:
         }
         values |= self.names | {name: _plain(value, name) for name, value in more.items()}
         try:
-            return self._template.render(values)
+            self._environment.passes = 0
+            text = self._template.render(values)
+            text.encode()
+            return text
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(f"{self._where} writes halves of characters for this chat: {error}") from error
         except _Refused as error:
             raise InvalidArgument(f"{self._where} refuses this chat: {error}") from error
         except TemplateError as error:
             raise InvalidArgument(f"{self._where} does not fit this chat: {error.message}") from error
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             raise InvalidArgument(f"{self._where} does not fit this chat: {error}") from error
+        except MemoryError as error:
+            raise InvalidArgument(f"{self._where} writes more than fits into memory") from error
 
 
 def _to_json(
