@@ -78,7 +78,7 @@ def score(
     *,
     context: int | None = None,
     stride: int | None = None,
-    piece: int = PIECE,
+    piece: int = 4 * PIECE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
     """Score a text of any length.
@@ -95,7 +95,8 @@ def score(
         context: tokens of a window, the special ones included. None: as many as the model reaches or was trained for,
             the whole text if it says neither.
         stride: from 1 to context - 1 (less, if several special tokens begin a text). None: half of context.
-        piece: tokens read at once; a model that no state can continue reads each window at once.
+        piece: tokens read at once, without a state if a window has no more (default 2,048); a model that no state can
+            continue reads each window at once.
         progress: called with the tokens scored and those to be scored, after every piece.
 
     Raises:
@@ -161,13 +162,23 @@ def _window(model: CausalModel, row: list[int], first: int, piece: int) -> Itera
         place += len(logits)
 
 
+def _at_once(model: CausalModel, row: Tensor, first: int, at_once: int) -> Iterator[Tensor]:
+    with torch.inference_mode():
+        if not (hasattr(model, "hidden") and hasattr(model, "score")):
+            yield from model(row)[0, first:].split(at_once)
+            return
+        hidden = model.hidden(row)[0, first:]
+    for part in hidden.split(at_once):
+        with torch.inference_mode():
+            yield model.score(part)
+
+
 def _logits(model: CausalModel, row: list[int], first: int, piece: int, at_once: int) -> Iterator[Tensor]:
     """Logits [t, V] after the tokens of a row from place ``first`` on."""
     reading = Reading(model)
-    if getattr(model.config, "refuses_states", None) is not None:  # its layers want the whole row at once
-        with torch.inference_mode():
-            logits = model(torch.tensor([row], device=reading.device))
-        yield from logits[0, first:].split(at_once)
+    if len(row) <= piece or getattr(model.config, "refuses_states", None) is not None:
+        # At once, so that no layer makes a state, which may take more than the rest where features are many.
+        yield from _at_once(model, torch.tensor([row], device=reading.device), first, at_once)
         return
     if first:
         reading.read([row[:first]], piece)
