@@ -139,3 +139,22 @@ def test_version() -> None:
     assert facts["cores"] >= 1
     lines = runner.invoke(app, ["version"]).stdout.splitlines()
     assert [line[:14].strip().replace(" ", "_") for line in lines] == list(facts)
+
+
+MAIN = "import sys; from mercer.cli import main; sys.argv[1:] = ['version']"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        script = [sys.executable, "-c", f"{MAIN}; main.main()"]
+        result = subprocess.run(script, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.stderr == "Error: cannot write the output: no space left on device.\n"
+    assert result.returncode == 2
+
+
+def test_a_closed_output_is_written_nowhere() -> None:
+    code = f"{MAIN}; main.app = lambda **_: sys.stdout.write('text'); main.main()"
+    script = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code]
+    result = subprocess.run(script, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -4,11 +4,14 @@ Exit codes: 0 done, 1 a fault of ours (with its traceback), 2 wrong use or input
 standard output, progress and errors to standard error. MERCER_DEBUG=1 shows the traceback of wrong input too.
 """
 
+import errno
 import os
 import signal
+import sys
 import traceback
+from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -40,6 +43,13 @@ class Commands(TyperGroup):
                 typer.echo(traceback.format_exc(), err=True, nl=False)
             _say(f"Error: {error}")
             raise typer.Exit(WRONG_USE) from None
+        except OSError as error:
+            # Of a file it has the name; a pipe that nobody reads any more ends in silence, as typer does it.
+            if error.filename is not None or error.errno in (None, errno.EPIPE):
+                raise
+            sys.stdout = _nowhere()  # or the interpreter complains of what is left in the buffer when it ends
+            _say(f"Error: cannot write the output: {os.strerror(error.errno).lower()}")
+            raise typer.Exit(WRONG_USE) from None
 
 
 app = typer.Typer(
@@ -69,6 +79,8 @@ for command in COMMANDS:
 def main() -> None:
     """The console script. The allocator comes first: what is taken before it is tuned stays where it is."""
     signal.signal(signal.SIGTERM, _terminate)
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] (closed by who started it)
+        sys.stdout = _nowhere()
     try:
         tune()
         app(prog_name="mercer")
@@ -80,6 +92,10 @@ def main() -> None:
 def _terminate(_number: int, _frame: FrameType | None) -> None:
     """A polite request to end is an interrupt, so that no work needs to know which of the two it was."""
     raise KeyboardInterrupt
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _say(sentence: str) -> None:
