@@ -112,3 +112,29 @@ def test_files_that_are_cut_off(theirs, tmp_path, share):
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises((StorageError, InvalidArgument), match=r"cut off|no architecture|lacks"):
         checkpoints.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda writer: writer.add_head_count(0), "heads: Input should be greater than or equal to 1"),
+        (lambda writer: writer.add_head_count(2), "lacks "),
+    ],
+)
+def test_shapes_without_heads_or_rows(tmp_path, change, sentence):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "file.gguf", "llama")
+    writer.add_embedding_length(8)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(8)
+    writer.add_context_length(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    change(writer)
+    writer.add_tensor("token_embd.weight", np.zeros((), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InvalidArgument, match=sentence):
+        checkpoints.load(tmp_path / "file.gguf")

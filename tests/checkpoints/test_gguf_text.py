@@ -123,3 +123,24 @@ def test_templates():
     assert template is not None
     assert template.render([{"role": "user", "content": "hi"}]) == "[hi]</s>"
     assert gguf_template({}, {}, "a file") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is no list of str"),
+        ({"tokens": "ab"}, "tokenizer.ggml.tokens is no list of str"),
+        ({"tokens": ["a", "\udcff"]}, "the vocabulary of file is damaged"),
+        ({"merges": ["a"]}, "the vocabulary of file is damaged"),
+        ({"merges": ["x y"]}, "the vocabulary of file is damaged: .* `x` out of vocabulary"),
+        ({"merges": [1]}, "tokenizer.ggml.merges is no list of str"),
+        ({"token_type": ["x"]}, "tokenizer.ggml.token_type is no list of int"),
+        ({"eos_token_id": "x"}, "the number of eos_token is 'x', and there are 2 tokens"),
+        ({"model": "llama", "scores": ["x", "y"]}, "tokenizer.ggml.scores is no list of float"),
+        ({"model": "llama", "scores": [0.0, 0.0], "unknown_token_id": 9}, "the number of unk_token is 9"),
+    ],
+)
+def test_damaged_vocabularies_are_refused_in_one_sentence(change, sentence):
+    values = {"model": "gpt2", "tokens": ["a", "b"]} | change
+    with pytest.raises(InvalidArgument, match=sentence):
+        gguf_vocabulary({f"tokenizer.ggml.{name}": value for name, value in values.items()}, "file", 8)

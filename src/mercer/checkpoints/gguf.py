@@ -35,7 +35,7 @@ def read_gguf(path: Path) -> tuple[GGUF, ModelConfig, Names, dict[str, Any]]:
     """
     file = GGUF(path)
     name = file.metadata.get("general.architecture")
-    if name not in _KINDS:
+    if not isinstance(name, str) or name not in _KINDS:
         raise InvalidArgument(f"{path}: there is no GGUF architecture {name!r} here; there are {', '.join(_KINDS)}")
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
@@ -49,8 +49,9 @@ def read_gguf(path: Path) -> tuple[GGUF, ModelConfig, Names, dict[str, Any]]:
 
 def _shape(keys: Keys, file: GGUF) -> dict[str, Any]:
     """What the architectures call alike. The vocabulary is as long as the embedding."""
+    rows = file.shape("token_embd.weight") if "token_embd.weight" in file.names else ()
     return {
-        "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in file.names else 1,
+        "vocab_size": rows[0] if rows else 1,
         "dim": keys.take("embedding_length", kind=int),
         "layers": keys.take("block_count", kind=int),
         "heads": keys.take("attention.head_count", kind=int),
@@ -66,7 +67,7 @@ def _read_llama(keys: Keys, file: GGUF) -> ModelConfig:
         raise Unsupported(f"{file.where} has experts, which are read from the hub's format alone")
     keys.aside("expert_used_count")
     head = keys.take("attention.key_length", None, kind=int)
-    size = shape["dim"] // shape["heads"] if head is None else head
+    size = shape["dim"] // max(shape["heads"], 1) if head is None else head  # no heads are refused with their number
     if keys.take("attention.value_length", size, kind=int) != size:
         raise Unsupported(f"{file.where}: values have another number of channels than keys")
     turned = keys.take("rope.dimension_count", size, kind=int)

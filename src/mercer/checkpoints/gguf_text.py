@@ -58,23 +58,29 @@ def gguf_vocabulary(metadata: Mapping[str, Any], where: str, size: int) -> HubVo
         InvalidArgument: the file has none, or it does not fit the model's size.
         Unsupported: it is of another kind.
     """
-    kind, tokens = metadata.get(PREFIX + "model"), metadata.get(PREFIX + "tokens")
+    kind, tokens = metadata.get(PREFIX + "model"), _listed(metadata, "tokens", str, where)
     if not tokens:
         raise InvalidArgument(f"{where} has no vocabulary")
     if len(tokens) > size:
         raise InvalidArgument(f"{where} has {len(tokens)} tokens, but the model has {size}")
     if kind not in ("gpt2", "llama"):
         raise Unsupported(f"{where} has a vocabulary of kind {kind!r}; read are 'gpt2' and 'llama'")
-    tokenizer = _byte_level(metadata, tokens, where) if kind == "gpt2" else _sentence_piece(metadata, tokens, where)
+    numbers = {role: metadata.get(f"{PREFIX}{key}_token_id") for role, key in _ROLES.items()}
+    for role, number in numbers.items():
+        if number is not None and not (isinstance(number, int) and 0 <= number < len(tokens)):
+            raise InvalidArgument(f"{where}: the number of {role} is {number!r}, and there are {len(tokens)} tokens")
+    make = _byte_level if kind == "gpt2" else _sentence_piece
+    try:
+        tokenizer = make(metadata, tokens, where)
+    except (InvalidArgument, Unsupported):
+        raise
+    except Exception as error:  # of the library `tokenizers`, which has no narrower kind
+        raise InvalidArgument(f"the vocabulary of {where} is damaged: {error}") from error
     special: list[AddedToken] = []
-    for token, kind_of_token in zip(tokens, metadata.get(PREFIX + "token_type", ()), strict=False):
+    for token, kind_of_token in zip(tokens, _listed(metadata, "token_type", int, where), strict=False):
         if kind_of_token in (_CONTROL, _USER) or (kind_of_token == _UNKNOWN and kind == "llama"):
             special.append(AddedToken(token, special=kind_of_token != _USER, normalized=False))
     tokenizer.add_tokens(special)
-    numbers = {role: metadata.get(f"{PREFIX}{key}_token_id") for role, key in _ROLES.items()}
-    for role, number in numbers.items():
-        if number is not None and not 0 <= number < len(tokens):
-            raise InvalidArgument(f"{where}: the number of {role} is {number}, and there are {len(tokens)} tokens")
     names = {role: tokens[number] for role, number in numbers.items() if number is not None}
     begin = metadata.get(PREFIX + "add_bos_token", kind == "llama") and "bos_token" in names
     end = metadata.get(PREFIX + "add_eos_token", False) and "eos_token" in names
@@ -94,9 +100,17 @@ def gguf_template(metadata: Mapping[str, Any], names: Mapping[str, str], where: 
     return None if source is None else ChatTemplate(source, names, where=f"the chat template of {where}")
 
 
+def _listed(metadata: Mapping[str, Any], name: str, kind: type, where: str) -> list[Any]:
+    """A list of the vocabulary, empty where the file has none."""
+    values = metadata.get(PREFIX + name, [])
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):  # pyright: ignore[reportUnknownVariableType]
+        raise InvalidArgument(f"{where}: {PREFIX}{name} is no list of {kind.__name__}")
+    return values  # pyright: ignore[reportUnknownVariableType]
+
+
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
     pairs: list[tuple[str, str]] = []
-    for merge in metadata.get(PREFIX + "merges", ()):
+    for merge in _listed(metadata, "merges", str, where):
         first, _, second = merge.partition(" ")
         pairs.append((first, second))
     kind = metadata.get(PREFIX + "pre", "default")
@@ -108,8 +122,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], where: str) -> T
 
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
-    scores = metadata.get(PREFIX + "scores")
-    if scores is None or len(scores) != len(tokens):
+    scores = _listed(metadata, "scores", float, where)
+    if len(scores) != len(tokens):
         raise InvalidArgument(f"{where} has {len(tokens)} tokens and not as many scores")
     numbered = {token: number for number, token in enumerate(tokens)}
     merges: list[tuple[float, int, int, str, str]] = []
@@ -120,7 +134,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], where: str) 
                 merges.append((-scores[number], numbered[first], numbered[second], first, second))
     merges.sort(key=lambda merge: merge[0])  # of one score in the order of the tokens and their parts
     pairs = [(first, second) for *_, first, second in merges]
-    unknown = tokens[metadata.get(PREFIX + "unknown_token_id", 0)]
+    unknown = tokens[metadata.get(PREFIX + "unknown_token_id") or 0]
     tokenizer = Tokenizer(BPE(numbered, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = metadata.get(PREFIX + "add_space_prefix", True)
     steps = [normalizers.Prepend(_SPACE)] if prefix else []
