@@ -301,3 +301,8 @@ def test_models_of_ours_are_opened_too(saved, tmp_path):
     assert opened.family == "mercer"
     assert torch.equal(opened.model(TOKENS), saved[0].eval()(TOKENS))
     assert checkpoints.load(tmp_path, attention="taylor4-l2").config.attention == "taylor4-l2"
+
+
+def test_an_unknown_device_is_refused(saved):
+    with pytest.raises(InvalidArgument, match="device 'gpu' is not usable here"):
+        checkpoints.load(saved[1], device="gpu")

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from mercer import __version__
-from mercer.cli.main import COMMANDS, Commands, app
+from mercer.cli.main import COMMANDS, Commands, app, main
 from mercer.errors import InvalidArgument, StorageError, Unsupported
 
 ROOT = Path(__file__).parents[2]
@@ -158,3 +158,15 @@ def test_a_closed_output_is_written_nowhere() -> None:
     script = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code]
     result = subprocess.run(script, stderr=subprocess.PIPE, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
+def test_threads_that_wait_do_not_spin_unless_asked(monkeypatch, given, found):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    monkeypatch.setattr("mercer.cli.main.app", lambda **_: None)
+    monkeypatch.setattr("mercer.cli.main.tune", lambda: None)
+    monkeypatch.setattr("mercer.cli.main.signal.signal", lambda *_: None)
+    main()
+    assert os.environ["OMP_WAIT_POLICY"] == found

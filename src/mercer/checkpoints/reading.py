@@ -31,6 +31,7 @@ from mercer.models.seq2seq import Seq2Seq
 from mercer.models.tokenizer import load_hub_vocabulary
 from mercer.models.vocabulary import Vocabulary, load_vocabulary
 from mercer.nn.norms import LayerNorm, RMSNorm
+from mercer.runtime.device import find_device
 from mercer.runtime.files import read_json
 
 CONFIG = "config.json"
@@ -121,6 +122,7 @@ def open_checkpoint(
         Unsupported: the configuration asks for what is not computed here.
     """
     kind = _dtype(dtype)
+    device = find_device(device) if isinstance(device, str) else device
     folder = find_folder(path)
     if folder.suffix.lower() == SUFFIX and folder.is_file():
         file, config, names, ignored = read_gguf(folder)

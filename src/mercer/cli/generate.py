@@ -168,7 +168,7 @@ class _Report:
         seconds = self.facts(written)["seconds"]
         return (
             f"{words.count(self._read, 'token')} read, {written} written in {seconds:.2f} s, "
-            f"{written / max(seconds, 1e-9):.0f} a second"
+            f"{words.rate(written, seconds)} a second"
         )
 
 

@@ -79,6 +79,9 @@ for command in COMMANDS:
 def main() -> None:
     """The console script. The allocator comes first: what is taken before it is tuned stays where it is."""
     signal.signal(signal.SIGTERM, _terminate)
+    # Threads of torch that spin while they wait take time from those that compute; on an idle machine it makes no
+    # difference. OpenMP reads it when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] (closed by who started it)
         sys.stdout = _nowhere()
     try:

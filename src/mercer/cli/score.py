@@ -99,6 +99,8 @@ def _progress(name: str, quiet: bool) -> Callable[[int, int], None] | None:
     """A line on standard error every ten seconds."""
     import time
 
+    from mercer.runtime import words
+
     if quiet:
         return None
     started = last = time.monotonic()
@@ -108,7 +110,7 @@ def _progress(name: str, quiet: bool) -> Callable[[int, int], None] | None:
         now = time.monotonic()
         if now - last >= 10:
             last = now
-            rate = done / (now - started)
-            typer.echo(f"{name}: {done:,} of {total:,} tokens, {rate:,.0f} a second", err=True)
+            rate = words.rate(done, now - started)
+            typer.echo(f"{name}: {done:,} of {total:,} tokens, {rate} a second", err=True)
 
     return show
