@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mercer.checkpoints.families.decoders import build, language_model, pairs, refuse_all_but
+from mercer.checkpoints.families.decoders import build, fused_by_head, language_model, pairs, refuse_all_but
 from mercer.checkpoints.family import Family
 from mercer.checkpoints.keys import Keys
-from mercer.checkpoints.mapping import Names, PerHead, Rule
+from mercer.checkpoints.mapping import Names, Rule
 from mercer.models.config import ModelConfig
 
 BOTH = ("weight", "bias")
@@ -65,24 +65,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _names(config: ModelConfig) -> Names:
-    fused = (PerHead(config.heads),)
-
     def layer(i: int) -> list[Rule]:
-        here, there = f"blocks.{i}", f"transformer.h.{i}"
-        qkv = f"{there}.self_attention.query_key_value"
-        return [
-            *(Rule(f"{here}.attention.qkv.{part}", (f"{qkv}.{part}",), fused) for part in BOTH),
-            *pairs(
-                {
-                    f"{here}.attention.output": f"{there}.self_attention.dense",
-                    f"{here}.feedforward.input": f"{there}.mlp.dense_h_to_4h",
-                    f"{here}.feedforward.output": f"{there}.mlp.dense_4h_to_h",
-                    f"{here}.attention_norm": f"{there}.input_layernorm",
-                    f"{here}.feedforward_norm": f"{there}.post_attention_layernorm",
-                },
-                BOTH,
-            ),
-        ]
+        return fused_by_head(i, f"transformer.h.{i}", "self_attention", config.heads, BOTH)
 
     return language_model(
         config,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mercer.checkpoints.keys import Keys
-from mercer.checkpoints.mapping import Names, Rule, Twin, same
+from mercer.checkpoints.mapping import Names, PerHead, Rule, Twin, same
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.models.block_config import BlockConfig
 from mercer.models.config import ModelConfig
@@ -118,6 +118,27 @@ def gated(ours: str, gate: str, value: str, hidden: int, *, parts: Sequence[str]
 def hidden_of(config: ModelConfig) -> int:
     """Channels inside the feed-forward."""
     return default_hidden(config.dim, config.feedforward) if config.hidden is None else config.hidden
+
+
+def fused_by_head(layer: int, there: str, attention: str, heads: int, parts: Sequence[str]) -> list[Rule]:
+    """A layer of Megatron's making: queries, keys and values fused by head, and the names that go with them.
+
+    there: the layer's name; attention: that of the attention inside of it; parts: what the attention's layers have,
+    weights or biases too.
+    """
+    here, inner = f"blocks.{layer}", f"{there}.{attention}"
+    qkv = f"{inner}.query_key_value"
+    modules = {
+        "feedforward.input": "mlp.dense_h_to_4h",
+        "feedforward.output": "mlp.dense_4h_to_h",
+        "attention_norm": "input_layernorm",
+        "feedforward_norm": "post_attention_layernorm",
+    }
+    return [
+        *(Rule(f"{here}.attention.qkv.{part}", (f"{qkv}.{part}",), (PerHead(heads),)) for part in parts),
+        *pairs({f"{here}.attention.output": f"{inner}.dense"}, parts),
+        *pairs({f"{here}.{ours}": f"{there}.{theirs}" for ours, theirs in modules.items()}, ("weight", "bias")),
+    ]
 
 
 def pairs(names: dict[str, str], parts: Sequence[str]) -> list[Rule]:

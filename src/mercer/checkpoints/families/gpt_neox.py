@@ -8,16 +8,16 @@ from mercer.checkpoints.families.decoders import (
     ACTIVATIONS,
     WRITTEN,
     build,
+    fused_by_head,
     hidden_of,
     language_model,
-    pairs,
     refuse_all_but,
     rope,
     write_rope,
 )
 from mercer.checkpoints.family import Family
 from mercer.checkpoints.keys import Keys
-from mercer.checkpoints.mapping import Names, PerHead, Rule
+from mercer.checkpoints.mapping import Names, Rule
 from mercer.errors import Unsupported
 from mercer.models.config import ModelConfig
 
@@ -81,25 +81,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _names(config: ModelConfig) -> Names:
-    fused = (PerHead(config.heads),)
     parts = BOTH if "qkv" in config.biased else ("weight",)
 
     def layer(i: int) -> list[Rule]:
-        here, there = f"blocks.{i}", f"gpt_neox.layers.{i}"
-        qkv = f"{there}.attention.query_key_value"
-        return [
-            *(Rule(f"{here}.attention.qkv.{part}", (f"{qkv}.{part}",), fused) for part in parts),
-            *pairs({f"{here}.attention.output": f"{there}.attention.dense"}, parts),
-            *pairs(
-                {
-                    f"{here}.feedforward.input": f"{there}.mlp.dense_h_to_4h",
-                    f"{here}.feedforward.output": f"{there}.mlp.dense_4h_to_h",
-                    f"{here}.attention_norm": f"{there}.input_layernorm",
-                    f"{here}.feedforward_norm": f"{there}.post_attention_layernorm",
-                },
-                BOTH,
-            ),
-        ]
+        return fused_by_head(i, f"gpt_neox.layers.{i}", "attention", config.heads, parts)
 
     return language_model(
         config,
