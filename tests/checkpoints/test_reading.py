@@ -291,6 +291,9 @@ def test_nothing_is_overwritten(saved, tmp_path):
 def test_extra_keys(saved, tmp_path):
     checkpoints.save(saved[0], tmp_path / "model", extra={"bos_token_id": 7})
     assert checkpoints.open_checkpoint(tmp_path / "model").ignored["bos_token_id"] == 7
+    for wrong in (float("nan"), object()):
+        with pytest.raises(InvalidArgument, match="extra has what JSON cannot say"):
+            checkpoints.save(saved[0], tmp_path / "other", extra={"bos_token_id": wrong})
     with pytest.raises(InvalidArgument, match="extra has hidden_size"):
         checkpoints.save(saved[0], tmp_path / "other", extra={"hidden_size": 7})
 

@@ -178,3 +178,9 @@ def test_what_is_no_template(source):
 def test_tools_are_a_list(tools):
     with pytest.raises(InvalidArgument, match=r"tools is .*; it is a list of objects"):
         ChatTemplate("{{ tools }}").render([], tools=tools)
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgument, match=r"cannot read .*chat_template.jinja"):
+        load_chat_template(tmp_path)

@@ -164,9 +164,10 @@ def test_ends_come_from_the_files_of_generation(tmp_path):
         loaded.names,
         loaded.prompt(b"the <|end|>"),
     )
-    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(InvalidArgument, match=r"generation_config.json: eos_token_id is 'x'"):
-        load_hub_vocabulary(folder)
+    for wrong in ('"x"', "-1", "99999999999999"):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(InvalidArgument, match=r"generation_config.json: eos_token_id is "):
+            load_hub_vocabulary(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 99999}')
     with pytest.raises(InvalidArgument, match="has no token 99999, which is to end a text"):
         load_hub_vocabulary(folder)
@@ -221,3 +222,10 @@ def test_tokens_of_other_properties_in_the_configuration_win(tmp_path):
     write_folder(folder, "byte-level", added_tokens_decoder={str(token): fields})
     stripped = load_hub_vocabulary(folder).prompt(b"a <|im_end|> b")
     assert len(stripped) < len(plain)
+
+
+@pytest.mark.parametrize("listed", [[1], {"x": {"content": "a"}}, {"-1": {"content": "a"}}])
+def test_tokens_of_the_configuration_have_numbers(tmp_path, listed):
+    write_folder(tmp_path / "model", "byte-level", added_tokens_decoder=listed)
+    with pytest.raises(InvalidArgument, match="added_tokens_decoder is no object of numbers and tokens"):
+        load_hub_vocabulary(tmp_path / "model")

@@ -37,7 +37,7 @@ def save(
     Raises:
         Unsupported: the architecture has no way to say the model, as with most attentions but softmax;
             `mercer.models.io.save_model` keeps any.
-        InvalidArgument: the folder has content, or `extra` a key that the configuration has.
+        InvalidArgument: the folder has content, or `extra` a key that the configuration has, or no JSON.
         StorageError: a file could not be written; nothing is left behind.
     """
     folder = Path(path)
@@ -51,6 +51,10 @@ def save(
             raise InvalidArgument(
                 f"extra has {key} = {(extra or {})[key]!r}, and the model's configuration says {values[key]!r}"
             )
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"extra has what JSON cannot say: {error}") from error
     if shard_bytes < 1:
         raise InvalidArgument(f"shard_bytes is {shard_bytes}; it is at least 1")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

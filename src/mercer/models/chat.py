@@ -212,13 +212,20 @@ def load_chat_template(
     return ChatTemplate(source, names, where=f"the chat template in {path}")
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"cannot read {path}: {error}") from error
+
+
 def _templates(folder: Path) -> dict[str, tuple[str, Path]]:
     """Text and file of each template, by name."""
     files = {path.stem: path for path in sorted((folder / MORE_FOLDER).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).exists():
         files["default"] = folder / TEMPLATE_FILE
     if files:
-        return {name: (path.read_text(encoding="utf-8"), path) for name, path in files.items()}
+        return {name: (_text(path), path) for name, path in files.items()}
     for path in (folder / "chat_template.json", folder / CONFIG_FILE):
         values = read_json(path) if path.exists() else {}
         value = values.get("chat_template") if isinstance(values, dict) else None

@@ -201,6 +201,8 @@ def _add(tokenizer: Tokenizer, config: dict[str, Any], roles: Iterable[dict[str,
     """Add the tokens that only the configuration has, or has with other properties."""
     known = tokenizer.get_added_tokens_decoder()
     listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(number.isdecimal() for number in listed):
+        raise InvalidArgument(f"{path}: added_tokens_decoder is no object of numbers and tokens")
     for number, fields in sorted(
         ((int(number), fields) for number, fields in listed.items()), key=lambda item: item[0]
     ):
@@ -241,7 +243,7 @@ def _ends(folder: Path) -> list[int] | None:
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in values):
+        if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32 for token in values):
             raise InvalidArgument(f"{folder / name}: eos_token_id is {value!r}; it is a token's number or several")
         return values
     return None
