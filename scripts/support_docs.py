@@ -126,7 +126,7 @@ def page() -> Iterator[str]:
     yield "kernels for softmax serve `Sum`, `L2`, `RMS`, `Standardize` and gates around them, not `Detached`, whose"
     yield "gradient is another; the Numba scan of finite kernels serves every normaliser. Under patterns the Numba"
     yield "kernels serve the same, in float32, bfloat16 and float16 (widened), with a cache too, and with slopes of"
-    yield "`Alibi` that want no gradient; `Decay`, `RelativeBias`, `Mask`, `Bias` and float64 run tile by tile in torch."
+    yield "`Alibi` that want no gradient; `Decay`, `RelativeBias`, `Mask`, `Bias` and float64 run by tiles in torch."
 
 
 def text() -> str:

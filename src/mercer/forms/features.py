@@ -167,8 +167,7 @@ def _fused(
         mass_state=state.mass if given else None,
         mass=state.mass is not None,
         # The log-sum of a row is made of its denominator.
-        divide=type(call.normalizer) is Sum
-        and not (call.unnormalized or call.log_sums or call.kernel.log_features),
+        divide=type(call.normalizer) is Sum and not (call.unnormalized or call.log_sums or call.kernel.log_features),
     )
     return out, denominator, Sums(final, mass)
 
