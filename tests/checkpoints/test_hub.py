@@ -40,7 +40,9 @@ def test_a_folder_of_that_name_comes_first(cache, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["owner/none", "owner/tiny@other"])
 def test_what_the_hub_does_not_have_is_said(cache, name):
-    with pytest.raises(StorageError, match=f"there is no folder {name}, and the hub gave no model of that name"):
+    with pytest.raises(
+        StorageError, match=f"there is no folder {name}, and the hub, which may be out of reach, gave no such model"
+    ):
         find_folder(name)
 
 

@@ -309,3 +309,8 @@ def test_models_of_ours_are_opened_too(saved, tmp_path):
 def test_an_unknown_device_is_refused(saved):
     with pytest.raises(InvalidArgument, match="device 'gpu' is not usable here"):
         checkpoints.load(saved[1], device="gpu")
+
+
+def test_a_file_is_no_folder(saved):
+    with pytest.raises(InvalidArgument, match=r"model\.safetensors is a file; name its folder"):
+        checkpoints.load(saved[1] / "model.safetensors")

@@ -246,3 +246,18 @@ def test_info_of_a_model_of_the_hub(folder, theirs):
     printed = mercer("info", folder)
     assert printed.exit_code == 0, printed.output
     assert printed.stdout.startswith(f"{folder}: llama, {facts['parameters']:,} parameters\n")
+
+
+def test_a_folder_that_holds_a_gguf_file_is_no_model(tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    result = mercer("generate", "-m", tmp_path, "the cat")
+    assert result.exit_code == 2
+    assert "is a folder that holds tiny.gguf; name that file" in result.stderr
+
+
+def test_long_texts_on_a_cpu_tell_of_the_quicker_way(folder, theirs):
+    flags = ["-n", 70, "--temperature", 1, "--seed", 3]
+    said = mercer("generate", "-m", folder, "the cat", *flags).stderr
+    written = int(said.partition(" read, ")[2].partition(" written")[0])
+    assert ("--weights as_is" in said) == (written >= 64)
+    assert "--weights as_is" not in mercer("generate", "-m", folder, "the cat", *flags, "-q").stderr

@@ -41,4 +41,6 @@ def find_folder(path: str | Path) -> Path:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise StorageError(f"there is no folder {path}, and the hub gave no model of that name: {reason}") from error
+        raise StorageError(
+            f"there is no folder {path}, and the hub, which may be out of reach, gave no such model: {reason}"
+        ) from error

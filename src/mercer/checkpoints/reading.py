@@ -132,6 +132,8 @@ def open_checkpoint(
         source, config, names, ignored = read_ctranslate2(folder)
         model = fill(Seq2Seq, config, names, source, dtype=kind, device=device, attention=attention)
         return Checkpoint(model, "whisper", folder, ignored, source)
+    if folder.is_file():
+        raise InvalidArgument(f"{folder} is a file; name its folder, which has {CONFIG} too, or a GGUF file")
     values = read_json(folder / CONFIG)
     if not isinstance(values, dict):
         raise InvalidArgument(f"{folder / CONFIG} must hold a JSON object of configuration keys")

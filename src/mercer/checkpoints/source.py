@@ -136,7 +136,7 @@ def _files(folder: Path) -> dict[str, Path]:
     if unsafe := _found(folder, _UNSAFE):
         raise InvalidArgument(
             f"{folder} has no safetensors but {unsafe[0]}, a format that can run code when it is read; convert it with "
-            "save_pretrained(..., safe_serialization=True) of the library that wrote it"
+            "the library that wrote it, whose save_pretrained writes safetensors"
         )
     raise StorageError(f"cannot read {path}: no such file")
 

@@ -9,6 +9,9 @@ import typer
 from mercer.cli import options
 from mercer.errors import Interrupted, InvalidArgument
 
+MANY = 64
+"""Tokens from which on it is worth a word that there is a quicker way."""
+
 
 def register(app: typer.Typer) -> None:
     app.command()(generate)
@@ -121,6 +124,15 @@ def generate(
         typer.echo(json.dumps(facts))
     if not quiet:
         typer.echo(report.line(len(done.tokens)), err=True)
+        if (
+            weights is None
+            and not answers
+            and len(done.tokens) >= MANY
+            and found.model.embedding.weight.device.type == "cpu"
+        ):
+            typer.echo(
+                "On a CPU --weights as_is packs the weights for quicker steps, once they are compiled.", err=True
+            )
 
 
 def _named(run_or_prompt: str | None, prompt: str | None, model: str | None) -> tuple[str, str]:

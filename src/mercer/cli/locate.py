@@ -80,6 +80,8 @@ def open_model(
 def _weights(path: str, checkpoint: str) -> str | Path:
     """What to open: the path, or a checkpoint of the run there."""
     there = Path(path)
+    if there.is_dir() and (files := sorted(there.glob("*.gguf"))) and not (there / "config.json").exists():
+        raise InvalidArgument(f"{path} is a folder that holds {files[0].name}; name that file")
     if there.is_dir() and not _of_the_hub(there):
         return model_folder(there, checkpoint)
     if there.is_file() and there.suffix.lower() != ".gguf":
