@@ -118,6 +118,8 @@ def opened(
 
     translating: take encoder-decoders as well, which have neither to choose.
     """
+    from dataclasses import replace
+
     import torch
 
     from mercer.cli.locate import open_model
@@ -138,6 +140,7 @@ def opened(
         from mercer.inference.engine import prepare
 
         lm = prepare(lm, weights)
+        found = replace(found, model=lm)  # lets the plain weights go
     return found, lm
 
 
