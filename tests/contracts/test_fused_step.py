@@ -102,7 +102,8 @@ def test_states(kernel: str, structure: str, generator: torch.Generator):
             if a.is_floating_point() and "near" not in name:  # a cache may hold what is no longer valid
                 known = torch.isfinite(b)  # the peak of rows that saw nothing is minus infinity
                 assert torch.equal(torch.isfinite(a), known), name
-                assert_close(a[known], b[known], 6, name)
+                # A peak is kept in float64, but it is the largest of products in float32.
+                assert_close(a[known], b[known], 6, name, dtype=torch.float32 if "peak" in name else None)
 
 
 @pytest.mark.parametrize("decay", [False, True])

@@ -68,12 +68,14 @@ def check_cell(
             assert reason.endswith(".")
             continue
         out = attention(*given.qkv, kernel=chosen, normalizer=norm, structure=whole, form=form, path=path)
-        assert_close(out, expected, SHAPE.keys, f"{form} {path}: output")
+        # By features each weight is itself a sum, over all of them.
+        terms = SHAPE.keys + ((chosen.feature_dim(shape.dim) or 0) if path == "features" else 0)
+        assert_close(out, expected, terms, f"{form} {path}: output")
         for (name, leaf), got, want in zip(
             named.items(), cells.gradients(out, given.cotangent, list(named.values())), wanted, strict=True
         ):
             assert got.dtype == leaf.dtype
-            assert_close(got, want, SHAPE.keys, f"{form} {path}: gradient of {name}")
+            assert_close(got, want, terms, f"{form} {path}: gradient of {name}")
 
 
 @pytest.mark.parametrize("form", ["auto", "dense", "chunked", "recurrent"])

@@ -207,7 +207,7 @@ def _structure(
 
 def _refuse_ending(structure: Structure) -> None:
     """Refuse patterns that would be others for the tokens before, now that there are more."""
-    for pattern in merge(structure).patterns:
+    for pattern in merge(Causal() & structure).patterns:
         if pattern.ends is not None:
             raise Unsupported(
                 f"{pattern} {pattern.ends}, so tokens behind a cache would not see what they see in the whole text: "
