@@ -45,6 +45,10 @@ class State(ABC):
     @staticmethod
     def from_tensors(tensors: dict[str, Tensor]) -> State:
         """Make the state that :meth:`tensors` described."""
+        if "mixer" in tensors or any("/" in name for name in tensors):
+            from mercer.core.mixer_state import JoinedState, MixerState  # which are made of this class
+
+            return MixerState.read(tensors) if "mixer" in tensors else JoinedState.read(tensors)
         if "near.keys" in tensors:
             parts = (
                 State.from_tensors({n.removeprefix(p): t for n, t in tensors.items() if n.startswith(p)})

@@ -1,0 +1,44 @@
+"""What a mixer is, as data: validated, frozen, part of a model's configuration."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mercer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from mercer.mixers.base import Mixer
+
+
+class MixerConfig(BaseModel):
+    """The options of one kind of mixer; the defaults are those of its paper.
+
+    Raises InvalidArgument, in one sentence that names the options, for unknown ones and values that do not fit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            plain = {"extra_forbidden": f"no such option; there are {', '.join(type(self).model_fields) or 'none'}"}
+            faults = [
+                f"{'.'.join(map(str, fault['loc'])) or 'its options'}: "
+                f"{plain.get(fault['type'], fault['msg'].removeprefix('Value error, '))}"
+                for fault in error.errors()
+            ]
+            raise InvalidArgument("; ".join(faults)) from error
+
+    @abstractmethod
+    def build(self, dim: int, heads: int, *, layer: int, layers: int) -> Mixer:
+        """The mixer of one layer of a model. dim: channels of the residual stream. heads: those of the model's
+        attention, for mixers whose own options leave their number open. layer, layers: which of how many, counted from
+        0, for mixers that start differently by depth.
+
+        Raises:
+            InvalidArgument: sizes that do not fit.
+        """

@@ -1,0 +1,42 @@
+"""Names of mixers, as in the pattern of a model's attentions: ``["mamba", "mamba", "mamba", "softmax"]``.
+
+A closed registry: a name never becomes an import path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from mercer.errors import InvalidArgument
+from mercer.mixers.mixer_config import MixerConfig
+
+_HOMES: dict[str, tuple[str, str]] = {}
+"""Of each name the module of `mercer.mixers` and its class of options."""
+
+
+def mixer_names() -> tuple[str, ...]:
+    """All names."""
+    return tuple(_HOMES)
+
+
+def is_mixer(name: object) -> bool:
+    """Whether a name is a mixer's, and not an attention's."""
+    return name in _HOMES
+
+
+def mixer_config(name: str, options: Mapping[str, Any] | None = None) -> MixerConfig:
+    """The options of a mixer, checked; those that are not given have their defaults.
+
+    Raises:
+        InvalidArgument: there is no such mixer, or no such option.
+    """
+    if name not in _HOMES:
+        raise InvalidArgument(f"there is no mixer {name!r}; there are {', '.join(_HOMES)}")
+    home, kind = _HOMES[name]
+    made: type[MixerConfig] = getattr(import_module(f"mercer.mixers.{home}"), kind)
+    try:
+        return made(**(options or {}))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"the options of {name}: {error}") from error
