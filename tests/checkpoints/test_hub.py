@@ -38,6 +38,37 @@ def test_a_folder_of_that_name_comes_first(cache, tmp_path, monkeypatch):
     assert str(find_folder("owner/tiny")) == "owner/tiny"
 
 
+def test_the_same_weights_in_other_layouts_are_not_fetched(cache, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options) or cache)
+    find_folder("mistralai/Some-7B")
+    there = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    there += ["chat_template.jinja", "additional_chat_templates/tools.jinja", "1_Pooling/config.json"]
+    more = [
+        "consolidated.safetensors",
+        "consolidated-00001-of-00002.safetensors",
+        "consolidated.safetensors.index.json",
+    ]
+    more += ["original/params.json", "original/consolidated.00.pth", "pytorch_model.bin", "README.md"]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*there, *more], **patterns)) == there
+
+
+def test_the_same_weights_in_other_layouts_are_not_read(cache):
+    folder = find_folder("owner/tiny")
+    (folder / "consolidated.safetensors").write_bytes(b"not even a safetensors")
+    (folder / "consolidated.safetensors.index.json").write_text("{}")
+    assert torch.equal(checkpoints.load(folder).embedding.weight, DecoderLM(CONFIG).embedding.weight)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        InvalidArgument, match="consolidated.safetensors, whose tensors have the names of Mistral's own"
+    ):
+        checkpoints.load(folder)
+
+
 @pytest.mark.parametrize("name", ["owner/none", "owner/tiny@other"])
 def test_what_the_hub_does_not_have_is_said(cache, name):
     with pytest.raises(

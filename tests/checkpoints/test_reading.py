@@ -11,6 +11,8 @@ from mercer import checkpoints
 from mercer.errors import InvalidArgument, StorageError, Unsupported
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
+from mercer.models.encoder import Encoder
+from mercer.models.encoder_config import EncoderConfig
 from mercer.models.io import save_model
 
 CONFIG = ModelConfig(
@@ -296,6 +298,32 @@ def test_extra_keys(saved, tmp_path):
             checkpoints.save(saved[0], tmp_path / "other", extra={"bos_token_id": wrong})
     with pytest.raises(InvalidArgument, match="extra has hidden_size"):
         checkpoints.save(saved[0], tmp_path / "other", extra={"hidden_size": 7})
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"licence": "MIT"}, "extra has keys that are not known, licence = 'MIT'"),
+        ({"bos_token_id": 7, "quantization_config": {"bits": 4}}, "extra: quantization_config is {'bits': 4}"),
+        ({"num_key_value_heads": 1}, "extra has num_key_value_heads"),
+        ({"rope_theta": 5e5}, "extra: rope_theta is 500000.0, and in rope_parameters 10000.0"),
+    ],
+)
+def test_extra_keys_that_would_not_be_read_are_refused_before_anything_is_written(saved, tmp_path, extra, sentence):
+    with pytest.raises((InvalidArgument, Unsupported), match=sentence):
+        checkpoints.save(saved[0], tmp_path / "model", family="llama", extra=extra)
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_extra_key_that_would_make_it_another_model_is_refused(tmp_path):
+    config = EncoderConfig(
+        vocab_size=50, dim=32, layers=1, heads=4, bias=True, norm="layer", norm_position="post", feedforward="gelu",
+        max_length=64, token_types=2, embedding_norm=True, head="classes", classes=2, pool=True,
+    )  # fmt: skip
+    checkpoints.save(Encoder(config), tmp_path / "two", family="bert", extra={"num_labels": 2})
+    with pytest.raises(InvalidArgument, match="extra has a key that changes what is computed, among num_labels"):
+        checkpoints.save(Encoder(config), tmp_path / "five", family="bert", extra={"num_labels": 5})
+    assert not (tmp_path / "five").exists()
 
 
 def test_models_of_ours_are_opened_too(saved, tmp_path):

@@ -54,3 +54,34 @@ def test_positions_of_a_new_model_for_speech_are_those_of_the_hub(tmp_path):
     wanted = theirs.model.encoder.embed_positions.weight  # fixed, so not drawn again
     assert torch.allclose(fresh.encoder.positions.weight, wanted, atol=1e-6)
     assert not fresh.encoder.positions.weight.requires_grad
+
+
+def test_a_t5_with_a_head_of_its_own_is_read_however_often_it_was_saved(tmp_path):
+    import transformers
+
+    theirs = make(*SEQ2SEQ["t5 1.1"], tmp_path / "0")
+    old = json.loads((tmp_path / "0" / "config.json").read_text())
+    assert old["tie_word_embeddings"]  # which it is not
+    assert not torch.equal(theirs.lm_head.weight, theirs.shared.weight)
+    del old["scale_decoder_outputs"]  # as in the folders of the hub, which transformers 4 wrote
+    (tmp_path / "0" / "config.json").write_text(json.dumps(old | {"tie_word_embeddings": False}))
+    source, ids = tokens(length=11), tokens(length=7)
+    with torch.no_grad():
+        wanted = theirs(input_ids=source, decoder_input_ids=ids).logits
+    for again in range(1, 3):
+        transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / str(again - 1)).save_pretrained(
+            tmp_path / str(again)
+        )
+    for again in range(3):
+        found = checkpoints.load(tmp_path / str(again))
+        assert not found.config.tie_embeddings
+        assert torch.allclose(found(source, ids), wanted, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_a_head_that_differs_in_a_t5_of_old_that_says_tied_is_refused(tmp_path):
+    make(*SEQ2SEQ["t5 1.1"], tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["scale_decoder_outputs"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InvalidArgument, match=r"lm_head.weight differs from shared.weight"):
+        checkpoints.load(tmp_path)

@@ -172,6 +172,10 @@ def make(kind: str, settings: dict[str, Any], folder: Path, **options: Any) -> t
     kind_of_config = getattr(transformers, kind).config_class
     model = getattr(transformers, kind)(kind_of_config(**settings)).eval()
     redraw(model)
+    if kind.startswith("T5") and settings.get("tie_word_embeddings") is False:
+        # As transformers 5 reads T5 1.1 from the hub: with a head of its own, in a configuration that says "tied".
+        drawn = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
+        model.lm_head.weight = torch.nn.Parameter(drawn * 0.15)
     model.save_pretrained(folder, **options)
     return model
 

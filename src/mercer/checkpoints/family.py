@@ -11,6 +11,7 @@ from torch import nn
 
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names
+from mercer.checkpoints.source import Source
 from mercer.errors import InvalidArgument, Unsupported
 
 
@@ -22,7 +23,8 @@ class Family:
     read_config: from the keys and the architecture to a configuration here. write_config: the keys of a configuration;
     Unsupported where the architecture has no way to say it. build: the model of a configuration. names: the rules of
     its tensors. config: the configuration's class. prefix: what a bare body's tensors lack on disk ("transformer.").
-    renamed: the current name of a tensor for that of an older file.
+    renamed: the current name of a tensor for that of an older file. settled: the configuration as the tensors have it,
+    where the file's own leaves something to them.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Family:
     config: type
     prefix: str = ""
     renamed: Callable[[str], str] | None = None
+    settled: Callable[[Any, Keys, Source], Any] | None = None
 
 
 _HOMES = {

@@ -9,6 +9,8 @@ from mercer.errors import InvalidArgument, StorageError, Unsupported
 
 FILES = ("*.json", "*.safetensors", "*.jinja")
 """What is fetched: configuration, tokenizer, templates and weights, never a format that runs code."""
+NOT_FETCHED = ("consolidated*", "original/*")
+"""The same weights once more, in the layouts of Mistral and Meta."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -38,7 +40,11 @@ def find_folder(path: str | Path) -> Path:
         ) from error
     name, _, revision = str(path).partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(FILES)))
+        return Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=list(FILES), ignore_patterns=list(NOT_FETCHED)
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise StorageError(

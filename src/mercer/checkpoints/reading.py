@@ -147,6 +147,8 @@ def open_checkpoint(
     config = family.read_config(keys, architecture)
     keys.finish()
     source = _current(family, Safetensors(folder))
+    if family.settled is not None:
+        config = family.settled(config, keys, source)
     names = family.names(config)
     model = fill(family.build, config, names, source, dtype=kind, device=device, attention=attention)
     return Checkpoint(model, family.name, folder, keys.ignored)
@@ -233,7 +235,7 @@ def read_all(
     for rule in names.rules:
         yield rule.ours, _read(source, rule, dtype, device)
     for twin in names.twins:
-        if twin.theirs in source.names and not _equal(source.read(twin.theirs), source.read(twin.of)):
+        if twin.theirs in source.names and not source.equal(twin.theirs, twin.of):
             raise InvalidArgument(
                 f"{source.where}: {twin.theirs} differs from {twin.of}, but the configuration says that they are one "
                 "(tie_word_embeddings)"
@@ -257,10 +259,6 @@ def _piece(source: Source, name: str, dtype: torch.dtype | None) -> Tensor:
             f"computed; choose another dtype: {', '.join(DTYPES)}"
         )
     return piece
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool((one == other).all())
 
 
 def _of_one_dtype(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

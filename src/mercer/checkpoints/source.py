@@ -14,6 +14,7 @@ from mercer.runtime.files import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONSOLIDATED = "consolidated"
 _UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -35,6 +36,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str) -> Tensor:
         """The tensor. Of a file it is a private view: pages are read when first used, and writing changes no file."""
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are the same in shape and numbers."""
+        return self.shape(one) == self.shape(other) and bool((self.read(one) == self.read(other)).all())
 
     def renamed(self, names: Mapping[str, str]) -> Source:
         """The same tensors under other names; those that are not mentioned keep theirs.
@@ -131,6 +136,11 @@ def _files(folder: Path) -> dict[str, Path]:
         with _opened(path) as file:
             return dict.fromkeys(file.keys(), path)
     others = _found(folder, ("*.safetensors",))
+    if own := [name for name in others if name.startswith(CONSOLIDATED)]:
+        raise InvalidArgument(
+            f"{folder} has neither {SINGLE} nor {INDEX}, but {own[0]}, whose tensors have the names of Mistral's own "
+            f"layout; the hub's is read, with {SINGLE}"
+        )
     if others:
         raise InvalidArgument(f"{folder} has neither {SINGLE} nor {INDEX}, but {others[0]}; rename it to {SINGLE}")
     if unsafe := _found(folder, _UNSAFE):

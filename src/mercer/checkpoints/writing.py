@@ -10,7 +10,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mercer.checkpoints.family import config_values, family_of, find_family
+from mercer.checkpoints.family import Family, config_values, family_of, find_family
+from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.reading import CONFIG, stored
 from mercer.checkpoints.source import INDEX, SINGLE
 from mercer.errors import InvalidArgument, Unsupported
@@ -37,7 +38,8 @@ def save(
     Raises:
         Unsupported: the architecture has no way to say the model, as with most attentions but softmax;
             `mercer.models.io.save_model` keeps any.
-        InvalidArgument: the folder has content, or `extra` a key that the configuration has, or no JSON.
+        InvalidArgument: the folder has content, or `extra` a key that the configuration has, that would change what is
+            computed, or that `load` does not know, or no JSON.
         StorageError: a file could not be written; nothing is left behind.
     """
     folder = Path(path)
@@ -55,6 +57,8 @@ def save(
         json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"extra has what JSON cannot say: {error}") from error
+    if extra:
+        _check_extra(chosen, values, extra)
     if shard_bytes < 1:
         raise InvalidArgument(f"shard_bytes is {shard_bytes}; it is at least 1")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -70,6 +74,20 @@ def save(
     with new_folder(folder) as temporary:
         _write_shards(temporary, tensors, shard_bytes)
         write_json(temporary / CONFIG, json.loads(json.dumps(values, sort_keys=True)))
+
+
+def _check_extra(family: Family, values: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    """Refuse keys with which the configuration would not be read, or not as it is."""
+    architecture: str = values["architectures"][0]
+    plain = family.read_config(Keys(values, "the configuration"), architecture)
+    keys = Keys({**extra, **values}, "extra")
+    config = family.read_config(keys, architecture)
+    keys.finish()
+    if config != plain:
+        raise InvalidArgument(
+            f"extra has a key that changes what is computed, among {', '.join(sorted(extra))}; give those that change "
+            "no logit, such as Checkpoint.ignored"
+        )
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor], limit: int) -> None:

@@ -9,6 +9,7 @@ from mercer.checkpoints.families.seq2seq import attention, build, refuse
 from mercer.checkpoints.family import Family
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, Rule, Twin, same
+from mercer.checkpoints.source import Source
 from mercer.errors import Unsupported
 from mercer.models.experts_config import ExpertsConfig
 from mercer.models.seq2seq_config import Seq2SeqConfig
@@ -79,6 +80,16 @@ def _read_t5(keys: Keys, _architecture: str) -> Seq2SeqConfig:
         tie_embeddings=tied,
         score_scale=common["dim"] ** -0.5 if scaled else 1.0,
     )
+
+
+def _settle_t5(config: Seq2SeqConfig, keys: Keys, source: Source) -> Seq2SeqConfig:
+    """transformers 5 writes tie_word_embeddings = true for every T5, beside scale_decoder_outputs, and leaves it to the
+    tensors whether T5 1.1 scores tokens with a head of its own."""
+    head, table = "lm_head.weight", "shared.weight"
+    left_to_tensors = config.tie_embeddings and "scale_decoder_outputs" in keys and {head, table} <= source.names
+    if not left_to_tensors or source.equal(head, table):
+        return config
+    return Seq2SeqConfig(**{**config.model_dump(), "tie_embeddings": False})
 
 
 def _write_t5(config: Seq2SeqConfig) -> dict[str, Any]:
@@ -221,6 +232,7 @@ FAMILIES = (
         build=build,
         names=lambda config: _names(config, "DenseReluDense"),
         config=Seq2SeqConfig,
+        settled=_settle_t5,
     ),
     Family(
         name="switch_transformers",
