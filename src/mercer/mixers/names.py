@@ -14,6 +14,9 @@ from mercer.mixers.mixer_config import MixerConfig
 
 _HOMES: dict[str, tuple[str, str]] = {}
 """Of each name the module of `mercer.mixers` and its class of options."""
+CHANNEL_MIXING: dict[str, tuple[str, str]] = {}
+"""Feed-forwards that are mixers themselves: of each kind the module of `mercer.mixers` and the class, made with (dim,
+hidden or None, layer=, layers=)."""
 
 
 def mixer_names() -> tuple[str, ...]:

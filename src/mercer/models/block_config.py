@@ -84,7 +84,8 @@ class BlockConfig(BaseModel):
     attention: Annotated[str | tuple[str, ...], BeforeValidator(as_pattern)] = "softmax"
     """Kernel and normaliser by name ("softmax", "exp-l2", "taylor4-l2", "elu-sum", ...), or a pattern of names that is
     repeated over the layers: ["elu-sum", "elu-sum", "elu-sum", "softmax"] makes every fourth layer softmax. At most as
-    many names as layers, each of an attention that can be computed (not "taylor3-sum", whose denominator may be 0)."""
+    many names as layers, each of an attention that can be computed (not "taylor3-sum", whose denominator may be 0). In
+    decoders a name may also be that of a mixer ("mamba", "rwkv7", ...; `mercer.mixers.names`)."""
     gain: Literal["none", "head", "channel"] = "none"
     """Learned gain on the output of the layers whose normaliser is L2, RMS or layernorm; at least one must be."""
     gain_init: float | None = None
@@ -126,6 +127,9 @@ class BlockConfig(BaseModel):
                 faults.append(f"{where}: {plain.get(fault['type'], fault['msg'].removeprefix('Value error, '))}")
             raise InvalidArgument(f"model configuration: {'; '.join(faults)}") from error
 
+    def __hash__(self) -> int:  # options may be dictionaries
+        return hash(self.model_dump_json())
+
     @classmethod
     def sees(cls) -> "Structure":
         """Who sees whom before any pattern or window."""
@@ -136,6 +140,7 @@ class BlockConfig(BaseModel):
     @model_validator(mode="after")
     def _block_fits_together(self) -> Self:
         from mercer.core.normalizers import L2, RMS, Standardize
+        from mercer.mixers.names import is_mixer
 
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"dim {self.dim} is not a multiple of {self.heads} heads; set head_dim")
@@ -154,7 +159,9 @@ class BlockConfig(BaseModel):
             raise ValueError(
                 f"attention has {len(self.pattern)} names for {count(self.layers, 'layer')}; name at most one a layer"
             )
-        normalizers = [block_attention(name, self.sees())[1] for name in self.attentions]
+        self._check_mixers()
+        kinds = [name for name in self.attentions if not is_mixer(name)]
+        normalizers = [block_attention(name, self.sees())[1] for name in kinds]
         if self.gain != "none" and not any(isinstance(n, L2 | RMS | Standardize) for n in normalizers):
             raise ValueError(
                 f'gain "{self.gain}" needs a layer whose normaliser is L2, RMS or layernorm, such as "exp-l2"'
@@ -166,6 +173,14 @@ class BlockConfig(BaseModel):
         if self.parallel != "none" and self.norm_position != "pre":
             raise ValueError(f'parallel "{self.parallel}" goes with norm_position "pre", not "{self.norm_position}"')
         return self
+
+    def _check_mixers(self) -> None:
+        """Refuse mixers where none can stand."""
+        from mercer.mixers.names import is_mixer
+
+        named = next(filter(is_mixer, self.pattern), None)
+        if named is not None:
+            raise ValueError(f"{named!r} reads a text from its beginning to its end: only decoders are made of it")
 
     @property
     def biased(self) -> tuple[BiasPart, ...]:

@@ -1,8 +1,14 @@
 """From a block's configuration to its bricks: what every family of models is wired from."""
 
+from importlib import import_module
+
 from mercer.core.names import parse_attention
 from mercer.core.structures import Structure
+from mercer.mixers.base import Mixer
+from mercer.mixers.block import MixerBlock
+from mercer.mixers.names import CHANNEL_MIXING, mixer_config
 from mercer.models.block_config import BlockConfig
+from mercer.models.config import ModelConfig
 from mercer.models.initial import generator_of
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
@@ -88,6 +94,25 @@ def make_feedforward(config: BlockConfig, layer: int) -> FeedForward | Experts:
             router_bias=experts.router_bias,
         )
     return FeedForward(config.dim, config.hidden, kind=config.feedforward, bias="feedforward" in config.biased)
+
+
+def make_mixer_block(config: ModelConfig, layer: int) -> MixerBlock:
+    """The block of a layer that a mixer's name stands for, with the feed-forward that the configuration has."""
+    name = config.attentions[layer]
+    options = mixer_config(name, config.mixers.get(name))
+    feedforward: FeedForward | Experts | Mixer | None = None
+    if config.feedforward in CHANNEL_MIXING:
+        home, kind = CHANNEL_MIXING[config.feedforward]
+        made = getattr(import_module(f"mercer.mixers.{home}"), kind)
+        feedforward = made(config.dim, config.hidden, layer=layer, layers=config.layers)
+    elif config.feedforward != "none":
+        feedforward = make_feedforward(config, layer)
+    return MixerBlock(
+        options.build(config.dim, config.heads, layer=layer, layers=config.layers),
+        make_norm(config),
+        feedforward,
+        None if feedforward is None else make_norm(config),
+    )
 
 
 def make_block(config: BlockConfig, layer: int, attention: Attention) -> Block:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mercer.errors import InvalidArgument
+from mercer.mixers.names import CHANNEL_MIXING
 from mercer.models.block_config import BlockConfig, Positive, block_attention
 from mercer.models.visibility import as_names, causal_structure, check_structures, ending
 from mercer.runtime.words import count
@@ -44,6 +45,13 @@ class ModelConfig(BlockConfig):
 
     vocab_size: Positive
     """Number of token ids."""
+    mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Options of the mixers that `attention` names: {"mamba": {"state": 16}}. `mercer.mixers` has them, with defaults;
+    sizes that they leave open come from `heads`."""
+    feedforward: Literal[
+        "swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "silu", "none", "rwkv4", "rwkv7"
+    ] = "swiglu"
+    """As in every block; with mixers in all layers also "none", or the channel mixing of RWKV by its version."""
     recency: bool = False
     """Weigh the past of every layer by a learned gate for each key head and token, S = g S + (1 - g) phi(k) v^T with
     g = sigmoid(x W + b), as random-feature attention does."""
@@ -106,6 +114,28 @@ class ModelConfig(BlockConfig):
             raise ValueError("head_bias needs tie_embeddings=False")
         return self
 
+    def _check_mixers(self) -> None:
+        from mercer.mixers.names import is_mixer, mixer_config
+
+        named = dict.fromkeys(filter(is_mixer, self.pattern))
+        for name in self.mixers:
+            if name not in named:
+                raise ValueError(f"mixers has options of {name!r}, which attention does not name")
+        for name in named:
+            try:
+                mixer_config(name, self.mixers.get(name))
+            except InvalidArgument as error:
+                raise ValueError(f"mixers: {error}") from error
+        if named and (self.norm_position != "pre" or self.parallel != "none"):
+            raise ValueError(f'layers of {", ".join(named)} have norm_position "pre" and parallel "none"')
+        own = self.feedforward in ("none", *CHANNEL_MIXING)
+        if own and len(named) < len(set(self.pattern)):
+            attention = next(name for name in self.pattern if name not in named)
+            raise ValueError(f"feedforward {self.feedforward!r} is for mixers, and attention names {attention!r}")
+        if own and (self.experts is not None or "feedforward" in self.biased):
+            what = "experts" if self.experts is not None else 'bias "feedforward"'
+            raise ValueError(f"{what} and feedforward {self.feedforward!r} exclude each other")
+
     def _check_t5(self) -> None:
         import torch
 
@@ -113,6 +143,7 @@ class ModelConfig(BlockConfig):
         from mercer.core.merged import merge
         from mercer.core.structures import Causal
         from mercer.core.support import unsupported
+        from mercer.mixers.names import is_mixer
 
         if self.t5_buckets < 2 or self.t5_max_distance <= self.t5_buckets // 2:
             raise ValueError(
@@ -121,6 +152,8 @@ class ModelConfig(BlockConfig):
             )
         biased = merge(Causal() & RelativeBias(torch.zeros(self.heads, self.t5_max_distance + 1)))
         for name in self.pattern:
+            if is_mixer(name):
+                continue
             reason = unsupported(*causal_attention(name), biased, "chunked", "pairs")
             if reason is not None:
                 raise ValueError(f'attention {name!r} with position "t5": {reason}')
@@ -155,8 +188,17 @@ class ModelConfig(BlockConfig):
         """The longest sequence that the model does not refuse; None: any."""
         if self.allow_longer or self.position not in ("rotary", "sinusoidal", "learned"):
             return None
+        if self.position == "rotary" and self.has_mixers_only:
+            return None
         scaling = self.scaling
         return self.max_length if scaling is None else scaling.reach(self.max_length)
+
+    @property
+    def has_mixers_only(self) -> bool:
+        """Whether no layer is an attention, so that none turns anything by its position."""
+        from mercer.mixers.names import is_mixer
+
+        return all(map(is_mixer, self.pattern))
 
     @property
     def structure_pattern(self) -> tuple[str, ...]:
@@ -172,7 +214,11 @@ class ModelConfig(BlockConfig):
     @property
     def refuses_states(self) -> str | None:
         """Why no state continues the model, so that it writes no text, as a sentence; None if one does."""
-        for number, name in enumerate(self.structures, 1):
+        from mercer.mixers.names import is_mixer
+
+        for number, (attention, name) in enumerate(zip(self.attentions, self.structures, strict=True), 1):
+            if is_mixer(attention):
+                continue
             reason = ending(causal_structure(name, self.window))
             if reason is not None:
                 return (

@@ -6,6 +6,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from mercer.errors import InvalidArgument
+from mercer.mixers.names import is_mixer
+
 
 class ConfiguredModel(nn.Module):
     """A module that is made of its `config` alone, a `BlockConfig`."""
@@ -18,9 +21,10 @@ class ConfiguredModel(nn.Module):
         features, start as in a new model; a learned gain stays where the new normaliser takes one.
 
         Raises:
-            InvalidArgument: a name is unknown, or does not go with this configuration.
+            InvalidArgument: a name is unknown, or does not go with this configuration; a layer is a mixer, whose
+                weights nothing else can take. (One name is for the layers of attention and leaves mixers as they are.)
         """
-        names = attention if isinstance(attention, str) else tuple(attention)
+        names = self._swapped(attention)
         config = type(self.config)(**{**self.config.model_dump(), "attention": names})
         with torch.device("meta"):  # shapes alone; what a kernel brings along has values all the same
             twin: Self = type(self)(config)  # pyright: ignore[reportCallIssue]
@@ -31,6 +35,25 @@ class ConfiguredModel(nn.Module):
                     if tensor is not None and tensor.is_meta:
                         held[name] = old[f"{path}.{name}".removeprefix(".")]
         return twin.to(next(self.parameters()).device).train(self.training)
+
+    def _swapped(self, attention: str | Sequence[str]) -> str | tuple[str, ...]:
+        """The names of a swap, checked against the layers that are mixers."""
+        old: tuple[str, ...] = self.config.attentions
+        mixers = [is_mixer(name) for name in old]
+        if isinstance(attention, str):
+            if all(mixers):
+                raise InvalidArgument(
+                    f"no layer of this model is an attention: they are {', '.join(dict.fromkeys(old))}"
+                )
+            if is_mixer(attention) or any(mixers):
+                attention = [name if own else attention for name, own in zip(old, mixers, strict=True)]
+            else:
+                return attention
+        new = [attention[i % len(attention)] for i in range(len(old))] if attention else []
+        for layer, (was, name) in enumerate(zip(old, new, strict=False)):
+            if was != name and (is_mixer(was) or is_mixer(name)):
+                raise InvalidArgument(f"layer {layer} is {was!r}, and {name!r} cannot take its weights")
+        return tuple(attention)
 
     @property
     def parameter_count(self) -> int:

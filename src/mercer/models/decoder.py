@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from mercer.core.state import State
 from mercer.errors import InvalidArgument
-from mercer.models.bricks import make_attention, make_block, make_norm
+from mercer.mixers.block import MixerBlock
+from mercer.mixers.names import is_mixer
+from mercer.models.bricks import make_attention, make_block, make_mixer_block, make_norm
 from mercer.models.config import ModelConfig
 from mercer.models.configured import ConfiguredModel
 from mercer.models.initial import generator_of, initialise
@@ -68,7 +70,8 @@ class DecoderLM(ConfiguredModel):
         """Draw the random features of every layer that has some anew, in place: the next draw of each layer's seed, or,
         from `seed`, directions that depend on it and on the layer's number alone.
         """
-        layers = {i: block.attention for i, block in enumerate(self.blocks) if block.attention.has_random_features}
+        attentions = {i: block.attention for i, block in enumerate(self.blocks) if isinstance(block, Block)}
+        layers = {i: attention for i, attention in attentions.items() if attention.has_random_features}
         if not layers:
             raise InvalidArgument("redraw is for random features, and no layer of this model has any")
         for i, attention in layers.items():
@@ -99,7 +102,8 @@ class DecoderLM(ConfiguredModel):
         twin = copy.deepcopy(self, shared)
         twin.config, twin.reach, rotary = config, config.reach, _rotary(config)
         for block in twin.blocks:
-            block.attention.rotary = rotary
+            if isinstance(block, Block):
+                block.attention.rotary = rotary
         return twin
 
     def embed(self, tokens: Tensor, *, padding: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
@@ -158,15 +162,16 @@ class DecoderLM(ConfiguredModel):
         x = self.embed(tokens, padding=padding, offset=offset)
         structure = None if self.relative is None else self.relative()
         after: list[State] = []
+        carried: dict[Any, Any] = {}
         for i, block in enumerate(self.blocks):
             state = None if states is None else states[i]
+            mixer = isinstance(block, MixerBlock)
+            own = {"carried": carried} if mixer else {"structure": structure}
             if return_states:
-                x, state = block(
-                    x, padding=padding, structure=structure, state=state, routings=routings, return_state=True
-                )
+                x, state = block(x, padding=padding, state=state, routings=routings, return_state=True, **own)
                 after.append(state)
             else:
-                x = block(x, padding=padding, structure=structure, state=state, routings=routings)
+                x = block(x, padding=padding, state=state, routings=routings, **own)
         x = self.norm(x)
         return (x, after) if return_states else x
 
@@ -258,7 +263,9 @@ def _rotary(config: ModelConfig) -> Rotary | None:
     return Rotary(config.head_size, base=config.rope_base, turned=config.rope_turned, scaling=config.scaling)
 
 
-def _block(config: ModelConfig, layer: int, rotary: Rotary | None) -> Block:
+def _block(config: ModelConfig, layer: int, rotary: Rotary | None) -> Block | MixerBlock:
+    if is_mixer(config.attentions[layer]):
+        return make_mixer_block(config, layer)
     attention = make_attention(
         config,
         layer,

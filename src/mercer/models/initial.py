@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from mercer.nn.experts import ExpertLinear
 from mercer.nn.positions import LearnedPositions
+from mercer.nn.start import HasStart
 from mercer.nn.t5 import T5Bias
 
 
@@ -28,7 +29,7 @@ def initialise(model: nn.Module, *, std: float, seed: int, residual_outputs: int
     kernel was bound).
 
     Linear layers named "output" write into the residual stream and get std / sqrt(residual_outputs) (GPT-2's rule), so
-    that the stream's variance does not grow with depth.
+    that the stream's variance does not grow with depth. Modules with a start of their own set it after that.
     """
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding | ExpertLinear | LearnedPositions | T5Bias):
@@ -40,3 +41,6 @@ def initialise(model: nn.Module, *, std: float, seed: int, residual_outputs: int
         module.weight.copy_(draw(module.weight.shape, std / residual_outputs**0.5 if narrow else std, seed, name))
         if isinstance(module, nn.Linear | nn.Conv1d) and module.bias is not None:
             module.bias.zero_()
+    for path, module in model.named_modules():
+        if isinstance(module, HasStart) and not any(p.is_meta for p in module.parameters()):
+            module.start(generator_of(seed, f"{path}.start"))

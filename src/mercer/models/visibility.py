@@ -55,8 +55,11 @@ def check_structures(
     from mercer.core.names import parse_attention
     from mercer.core.structures import intersection
     from mercer.core.support import unsupported
+    from mercer.mixers.names import is_mixer
 
     for attention, name in dict.fromkeys(zip(attentions, structures, strict=True)):
+        if is_mixer(attention):
+            continue
         structure = causal_structure(name, window)
         reason = unsupported(*parse_attention(attention), merge(structure), "chunked", "pairs")
         if reason is not None:

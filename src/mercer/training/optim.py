@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from mercer.nn.start import HasStart
 from mercer.training.config import TrainConfig
 
 
@@ -41,9 +42,16 @@ def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) 
         The optimiser and the name of the form that runs, "fused" or "foreach".
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    spared = {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        if isinstance(module, HasStart)
+        for name in module.undecayed
+    }
+    decayed = {name for name, p in named if decays(name, p) and name not in spared}
     groups = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        {"params": [p for n, p in named if n in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     form = "fused" if device.type in {"cpu", "cuda", "mps", "xpu"} else "foreach"
