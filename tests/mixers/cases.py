@@ -1,0 +1,30 @@
+"""One small configuration of each mixer, and more where an option changes what is computed."""
+
+from typing import Any
+
+import torch
+
+from mercer.mixers.base import Mixer
+from mercer.mixers.names import mixer_config
+
+DIM, HEADS = 16, 2
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {}
+"""Of each case the mixer's name and its options."""
+
+
+def build(case: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Mixer:
+    """A mixer with every parameter moved away from where it starts."""
+    name, options = CASES[case]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        mixer = mixer_config(name, options).build(DIM, HEADS, layer=1, layers=3)
+        with torch.no_grad():
+            for parameter in mixer.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return mixer.to(dtype)
+
+
+def inputs(batch: int, length: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """[batch, length, DIM] from N(0, 1)."""
+    return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(seed), dtype=dtype)
