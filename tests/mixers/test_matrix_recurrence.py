@@ -8,9 +8,10 @@ from tests.mixers.matrix_cases import DECAYS, draw, formula, gradients, numpy_lo
 from tests.tolerance import assert_close
 
 from mercer.errors import InvalidArgument
+from mercer.mixers import matrix_chunks
 from mercer.mixers.matrix_recurrence import matrix_recurrence
 
-FORMS = ("recurrent",)
+FORMS = ("recurrent", "chunked")
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -46,10 +47,36 @@ def test_outputs_final_state_and_gradients_are_the_formulas(
         assert_close(found[name], expected, terms * heads * len(lengths), f"gradient of {name}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("decay", "remove", "bonus"), [("channel", True, False), ("channel", False, True),
+    ("token", True, True), ("head", False, False), ("none", True, False)])  # fmt: skip
+def test_chunks_and_segments(monkeypatch, dtype, decay, remove, bonus):
+    monkeypatch.setattr(matrix_chunks, "WORKSPACE", 1)  # so that every chunk is a segment, made again for gradients
+    shape = {"length": 150, "dim": 5, "width": 3, "heads": 1, "lengths": [150, 70]}
+    case = draw(seeded(), decay=decay, remove=remove, bonus=bonus, extreme=True, **shape).to(dtype).leaves()
+    outputs = matrix_recurrence(**case.arguments(), form="chunked")
+    expected = formula(case)
+    for found, right in zip(outputs, expected, strict=True):
+        assert_close(found, right, 150)
+    found = gradients(outputs, case, seeded(1))
+    for name, right in gradients(expected, case, seeded(1)).items():
+        assert_close(found[name], right, 300, f"gradient of {name}")
+
+
+def test_forgetting_everything():
+    case = draw(seeded(), length=70, dim=3)
+    case.tensors["log_decay"][:, :, [20, 21, 65]] = -torch.inf
+    expected_out, expected_final = numpy_loop(case)
+    for form in FORMS:
+        out, final = matrix_recurrence(**case.arguments(), form=form)
+        assert_close(out, torch.from_numpy(expected_out), 200, form)
+        assert_close(final, torch.from_numpy(expected_final), 200, form)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bonus", [False, True])
 def test_gradients_are_those_of_finite_differences(form, bonus):
-    case = draw(seeded(), length=5, dim=3, width=2, remove=True, bonus=bonus, lengths=[5, 3]).leaves()
+    case = draw(seeded(), heads=1, length=4, dim=2, width=2, remove=True, bonus=bonus, lengths=[4, 2]).leaves()
     names = list(case.tensors)
 
     def run(*tensors):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mercer.errors import InvalidArgument
+from mercer.mixers.matrix_chunks import chunked
 
-FORMS = ("auto", "recurrent")
+FORMS = ("auto", "recurrent", "chunked")
 
 
 def matrix_recurrence(
@@ -48,7 +49,8 @@ def matrix_recurrence(
         state: S_0, ``[B, H, K, V]`` in the dtype of the sums; default 0.
         lengths: ``[B]`` integers from 0 to L, how many tokens of each row are there, the first ones; default all. What
             stands behind them is not looked at, has outputs of 0 and leaves the state as it is, to the bit.
-        form: ``recurrent``, token by token; ``auto`` takes the form that is expected to be quickest.
+        form: ``recurrent``, token by token, or ``chunked``, matrix products over 64 tokens at a time; ``auto`` takes
+            the first for single tokens.
 
     Returns:
         ``out [B, H, L, V]`` in the dtype of ``value``, and the state after the last token, ``[B, H, K, V]``.
@@ -61,7 +63,12 @@ def matrix_recurrence(
     2404.05892, and 2025 (RWKV-7), arXiv 2503.14456.
     """
     call = _read(query, key, value, log_decay, remove, bonus, scale, state, lengths, form)
-    return recurrent(call)
+    if form == "auto":
+        form = "recurrent" if query.shape[2] <= 1 else "chunked"
+    if form == "recurrent":
+        return recurrent(call)
+    out, final = chunked(*call.wide(), call.begin(), lengths)
+    return out.to(value.dtype), final
 
 
 @dataclass(frozen=True)
