@@ -63,9 +63,7 @@ def test_the_same_weights_in_other_layouts_are_not_read(cache):
     (folder / "consolidated.safetensors.index.json").write_text("{}")
     assert torch.equal(checkpoints.load(folder).embedding.weight, DecoderLM(CONFIG).embedding.weight)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(
-        InvalidArgument, match="consolidated.safetensors, whose tensors have the names of Mistral's own"
-    ):
+    with pytest.raises(InvalidArgument, match=r"consolidated\.safetensors, whose tensors have the names of Mis"):
         checkpoints.load(folder)
 
 

@@ -1,9 +1,12 @@
 """Names of attentions: a closed registry, both ways."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.contracts import cells
 
 from mercer.core.denominators import Clamped, SigmoidGate
@@ -147,6 +150,37 @@ def test_parts_without_a_name():
 
     with pytest.raises(InvalidArgument, match="no registered name"):
         attention_name(Own(), Sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tailor4", " (did you mean taylor4-sum?): write softmax"),
+        ("tailor4-l2", " has no known kernel, 'tailor4' (did you mean taylor4-l2?)"),
+        ("taylor4", " names no normaliser (did you mean taylor4-sum?)"),
+        ("taylor3-signed", " names no normaliser (did you mean taylor3-signed-sum?)"),
+        ("exp-rns", " has no known normaliser, 'rns' (did you mean exp-rms?)"),
+        ("exp@64:tailor2-sum", " has no known kernel, 'tailor2' (did you mean exp@64:taylor2-sum?)"),
+        ("linaer", " (did you mean linear?)"),
+        ("l2", " names a normaliser and no kernel: write"),
+        ("softcup0-sum", " has no known kernel, 'softcup0': write"),
+        ("zzz", ": write"),
+        ("", ": write"),
+    ],
+)
+def test_an_unknown_name_is_told_from_those_that_are_near(name: str, said: str):
+    with pytest.raises(InvalidArgument) as caught:
+        parse_attention(name)
+    assert str(caught.value).startswith(f"Unknown attention {name!r}{said}")
+
+
+@given(st.text("abelmorsty24-@:", max_size=14))
+def test_what_is_proposed_for_a_name_is_a_name(name: str):
+    try:
+        parse_attention(name)
+    except InvalidArgument as error:
+        if found := re.search(r"did you mean (.*?)\?\)", str(error)):
+            parse_attention(found[1])
 
 
 @pytest.mark.parametrize("name", [None, 3, ["softmax"], b"softmax"])

@@ -230,7 +230,10 @@ def test_a_bfloat16_model() -> None:
         ({"attention": "exp-l2", "gain": "head"}, "neither softmax"),
         ({"attention": "elu-sum", "recency": True}, "neither softmax"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "depend on the length"),
-        ({"experts": {"count": 4, "chosen": 2}}, "Experts"),
+        (
+            {"experts": {"count": 4, "chosen": 2}},
+            "layer 0: it has experts in the place of a feed-forward; its modules run one by one, with packed weights",
+        ),
     ],
 )
 @torch.no_grad()

@@ -107,11 +107,12 @@ def test_a_text_beyond_the_reach_is_read_in_windows_of_it():
     [
         (b"", {}, "nothing to score"),
         (b"a", {}, "nothing to score"),
-        (b"abc", {"context": 1}, "context is at least 2"),
-        (b"abc", {"context": 4, "stride": 4}, "stride from 1 to 3"),
-        (b"abc", {"stride": 0}, "stride from 1 to 2"),
-        (b"abc", {"piece": 0}, "piece at least 1"),
-        (b"abcdef", {"context": 4, "stride": 2.5}, "stride=2.5 .* must be whole numbers"),
+        (b"abc", {"context": 1}, "context=1 must be a whole number, and at least 2"),
+        (b"abc", {"context": 2.5}, "context=2.5 must be a whole number"),
+        (b"abc", {"context": 4, "stride": 4}, "stride=4 must be a whole number from 1 to 3, with context=4"),
+        (b"abc", {"stride": 0}, "stride=0 must be a whole number from 1 to 2, with context=3"),
+        (b"abc", {"piece": 0}, "piece=0 must be a whole number, and at least 1"),
+        (b"abcdef", {"context": 4, "stride": 2.5}, "stride=2.5 must be a whole number"),
     ],
 )
 def test_what_cannot_be_scored(text, options, message):

@@ -14,10 +14,11 @@ MANY = 64
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(generate)
+    app.command(context_settings={"allow_extra_args": True})(generate)  # what is too many, is told below
 
 
 def generate(
+    context: typer.Context,
     run_or_prompt: Annotated[
         str | None,
         typer.Argument(
@@ -70,6 +71,8 @@ def generate(
     from mercer.inference.generate import Completion, stream
     from mercer.models.seq2seq import Seq2Seq
 
+    if context.args:
+        raise InvalidArgument(_too_many(run_or_prompt, context.args, model))
     path, given = _named(run_or_prompt, prompt, model)
     if logprobs is not None and not as_json:
         raise InvalidArgument("--logprobs needs --json, which prints them")
@@ -146,6 +149,16 @@ def _named(run_or_prompt: str | None, prompt: str | None, model: str | None) -> 
     if (run_or_prompt is None) == (prompt is None):
         raise InvalidArgument("give the text to continue once: as the argument, or with --prompt")
     return model, prompt if run_or_prompt is None else run_or_prompt
+
+
+def _too_many(first: str | None, others: list[str], model: str | None) -> str:
+    """What to write instead of an argument that is one too many."""
+    if model is not None:
+        return f"there is a second argument, {others[0]!r}; a text of several words is put in quotes"
+    from shlex import quote
+
+    text = " ".join(others)
+    return f"a model and a text are two arguments; write mercer generate --model {quote(str(first))} {quote(text)}"
 
 
 def _told(piece: Any, vocabulary: Any) -> dict[str, Any]:

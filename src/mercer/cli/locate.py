@@ -68,7 +68,10 @@ def open_model(
 
     where = find_device(device)
     names = None if attention is None else [name.strip() for name in attention.split(",")]
-    opened = open_checkpoint(_weights(path, checkpoint), dtype=dtype, device=where, attention=names)
+    try:
+        opened = open_checkpoint(_weights(path, checkpoint), dtype=dtype, device=where, attention=names)
+    except InvalidArgument as error:  # of the configuration it can only be the attention that was typed
+        raise InvalidArgument(str(error).removeprefix("model configuration: ")) from error
     answers = translating and isinstance(opened.model, Seq2Seq) and opened.model.config.source == "tokens"
     if not isinstance(opened.model, DecoderLM) and not answers:
         what = "neither continues texts nor answers them" if translating else "does not continue texts; decoders do"

@@ -14,6 +14,7 @@ A closed registry: a name never becomes an import path.
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Any
 
@@ -81,10 +82,55 @@ def parse_attention(name: str) -> tuple[Kernel, Normalizer]:
         return kernel, NORMALIZERS[ending]()
     words = ", ".join(f"{word}N" if word in _NUMBERED else word for word in KERNELS)
     raise InvalidArgument(
-        f"Unknown attention {name!r}: write {', '.join(ALIASES)} or KERNEL-NORMALISER with a kernel of {words} "
-        f"({', '.join(_SIGNED)} also with -signed behind; or NEAR@WINDOW:FAR of two) and a normaliser of "
-        f"{', '.join(NORMALIZERS)}, for example taylor4-l2 or exp@64:taylor2-sum."
+        f"Unknown attention {name!r}{_what_is_wrong(name)}: write {', '.join(ALIASES)} or KERNEL-NORMALISER with a "
+        f"kernel of {words} ({', '.join(_SIGNED)} also with -signed behind; or NEAR@WINDOW:FAR of two) and a "
+        f"normaliser of {', '.join(NORMALIZERS)}, for example taylor4-l2 or exp@64:taylor2-sum; docs/kernels.md and "
+        "docs/normalizers.md have them all."
     )
+
+
+def _what_is_wrong(name: object) -> str:
+    """Which part of a name is unknown, and what is spelt like it."""
+    if not isinstance(name, str):
+        return ""
+    text, _, ending = name.rpartition("-")
+    if _kernels(name) is not None or (ending not in NORMALIZERS and _kernels(text) is None):
+        text, ending = name, ""  # a kernel is meant, without a normaliser
+    mixed = re.fullmatch(rf"([^@:]+)@({_NUMBER}):([^@:]+)", text)
+    parts = mixed.group(1, 3) if mixed else (text,)
+    unknown = next((part for part in parts if _parse_kernel(part) is None), None)
+    if unknown is None:
+        found = f" has no known normaliser, {ending!r}" if ending else " names no normaliser"
+    elif not text:
+        return " names a normaliser and no kernel" if ending else ""
+    else:
+        found = "" if unknown == name else f" has no known kernel, {unknown!r}"
+    close = difflib.get_close_matches(name, ALIASES, 1, 0.7)
+    near = [part if _parse_kernel(part) else _near_kernel(part) for part in parts]
+    if not close and all(near):
+        known = difflib.get_close_matches(ending, NORMALIZERS, 1) or ["sum"]
+        close = [f"{f'@{mixed[2]}:'.join(map(str, near)) if mixed else near[0]}-{known[0]}"]
+    return f"{found} (did you mean {close[0]}?)" if close else found
+
+
+def _kernels(text: str) -> tuple[Kernel, ...] | None:
+    """The kernel that a text names, or two of them; None if it names something else."""
+    mixed = re.fullmatch(rf"([^@:]+)@({_NUMBER}):([^@:]+)", text)
+    kernels = [_parse_kernel(part) for part in (mixed.group(1, 3) if mixed else (text,))]
+    return tuple(kernel for kernel in kernels if kernel is not None) if None not in kernels else None
+
+
+def _near_kernel(text: str) -> str | None:
+    """The kernel that is spelt like this, with the number that was given."""
+    parts = re.fullmatch(r"([^\d-]*)(\d*)(-signed)?", text)
+    close = [] if parts is None else difflib.get_close_matches(parts[1].lower(), KERNELS, 1)
+    if parts is None or not close:
+        return None
+    near = f"{close[0]}{(parts[2] or 2) if close[0] in _NUMBERED else ''}{parts[3] or ''}"
+    try:
+        return near if _parse_kernel(near) is not None else None
+    except InvalidArgument:  # a number that this kernel cannot have
+        return None
 
 
 def attention_name(kernel: Kernel, normalizer: Normalizer) -> str:

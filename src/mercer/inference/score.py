@@ -107,15 +107,16 @@ def score(
     tokens, beginning = vocabulary.encode(data).tolist(), list(vocabulary.beginning)
     if len(tokens) + len(beginning) < 2 or not tokens:
         raise InvalidArgument("the text has no token that follows another, so there is nothing to score")
+    least = 1 + max(len(beginning), 1)
     context = _context(model, len(beginning) + len(tokens)) if context is None else context
-    stride = max(context // 2, 1) if stride is None else stride
+    if not whole(context) or context < least:
+        raise InvalidArgument(f"context={context} must be a whole number, and at least {least}")
     most = context - max(len(beginning), 1)
-    if not all(map(whole, (context, stride, piece))) or most < 1 or not 1 <= stride <= most or piece < 1:
-        least = 1 + max(len(beginning), 1)
-        raise InvalidArgument(
-            f"context={context}, stride={stride} and piece={piece} must be whole numbers: context is at least {least}, "
-            f"stride from 1 to {max(most, 1)}, piece at least 1"
-        )
+    stride = max(context // 2, 1) if stride is None else stride
+    if not whole(stride) or not 1 <= stride <= most:
+        raise InvalidArgument(f"stride={stride} must be a whole number from 1 to {most}, with context={context}")
+    if not whole(piece) or piece < 1:
+        raise InvalidArgument(f"piece={piece} must be a whole number, and at least 1")
     reach = getattr(model, "reach", None)
     if reach is not None and context - 1 > reach:
         raise InvalidArgument(f"context={context} is beyond what the model reaches; at most {reach + 1} can be scored")

@@ -21,6 +21,7 @@ from mercer.inference.packed_model import PackedFeedForward, PackedLinear
 from mercer.nn.activations import GATED
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
+from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.norms import LayerNorm, RMSNorm
 
@@ -42,7 +43,9 @@ def unfit(model: DecoderLM) -> str | None:
             return f"layer {i} is a {type(block).__name__} of a {type(block.attention).__name__}"
         reason = _unfit_attention(block.attention)
         if reason is None and not isinstance(block.feedforward, FeedForward):
-            reason = f"it has a {type(block.feedforward).__name__} and not a feed-forward"
+            kind = type(block.feedforward)
+            what = "experts" if issubclass(kind, Experts) else f"a {kind.__name__}"
+            reason = f"it has {what} in the place of a feed-forward; its modules run one by one, with packed weights"
         if reason is not None:
             return f"layer {i}: {reason}"
     shapes = {(b.attention.kv_heads, b.attention.heads, b.attention.head_dim) for b in model.blocks}

@@ -123,8 +123,9 @@ class BlockConfig(BaseModel):
             plain = {"extra_forbidden": "no such key", "missing": "required"}
             faults: list[str] = []
             for fault in error.errors():
-                where = ".".join(map(str, fault["loc"])) or "its fields"
-                faults.append(f"{where}: {plain.get(fault['type'], fault['msg'].removeprefix('Value error, '))}")
+                where = "".join(f"{part}." for part in fault["loc"]).rstrip(".")  # empty: of several fields
+                what = plain.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+                faults.append(f"{where}: {what}" if where else what)
             raise InvalidArgument(f"model configuration: {'; '.join(faults)}") from error
 
     def __hash__(self) -> int:  # options may be dictionaries
