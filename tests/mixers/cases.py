@@ -9,7 +9,10 @@ from mercer.mixers.names import mixer_config
 
 DIM, HEADS = 16, 2
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "rg-lru": ("rg-lru", {}),
+    "rg-lru, wide": ("rg-lru", {"width": 24, "blocks": 3, "conv": 2, "bias": False}),
+}
 """Of each case the mixer's name and its options."""
 
 

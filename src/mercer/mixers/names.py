@@ -12,7 +12,9 @@ from typing import Any
 from mercer.errors import InvalidArgument
 from mercer.mixers.mixer_config import MixerConfig
 
-_HOMES: dict[str, tuple[str, str]] = {}
+_HOMES: dict[str, tuple[str, str]] = {
+    "rg-lru": ("rg_lru_config", "RGLRUConfig"),
+}
 """Of each name the module of `mercer.mixers` and its class of options."""
 CHANNEL_MIXING: dict[str, tuple[str, str]] = {}
 """Feed-forwards that are mixers themselves: of each kind the module of `mercer.mixers` and the class, made with (dim,
