@@ -10,8 +10,22 @@ from mercer.mixers.names import mixer_config
 DIM, HEADS = 16, 2
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "rg-lru": ("rg-lru", {}),
-    "rg-lru, wide": ("rg-lru", {"width": 24, "blocks": 3, "conv": 2, "bias": False}),
+    "retnet": ("retnet", {}),
+    "retnet, rms": ("retnet", {"norm": "rms", "value_expand": 1.0}),
+    "mamba2": ("mamba2", {"state": 6, "head_dim": 8}),
+    "mamba2, groups": (
+        "mamba2",
+        {"state": 3, "head_dim": 4, "groups": 2, "width": 2, "bias": True, "step_least": 0.01, "step_most": 0.5},
+    ),
+    "mamba2, norm first": (
+        "mamba2",
+        {"state": 4, "head_dim": 16, "norm_before_gate": True, "norm_groups": 4, "convolution_bias": False},
+    ),
+    "gla": ("gla", {"rank": 4}),
+    "deltanet": ("deltanet", {}),
+    "deltanet, twice": ("deltanet", {"twice": True, "gate": True, "key_expand": 0.5, "width": 2}),
+    "gated-deltanet": ("gated-deltanet", {}),
+    "gated-deltanet, twice": ("gated-deltanet", {"twice": True, "heads": 4, "value_expand": 1.0}),
 }
 """Of each case the mixer's name and its options."""
 

@@ -13,7 +13,11 @@ from mercer.errors import InvalidArgument
 from mercer.mixers.mixer_config import MixerConfig
 
 _HOMES: dict[str, tuple[str, str]] = {
-    "rg-lru": ("rg_lru_config", "RGLRUConfig"),
+    "retnet": ("retnet_config", "RetNetConfig"),
+    "mamba2": ("mamba2_config", "Mamba2Config"),
+    "gla": ("gla_config", "GLAConfig"),
+    "deltanet": ("deltanet_config", "DeltaNetConfig"),
+    "gated-deltanet": ("gated_deltanet_config", "GatedDeltaNetConfig"),
 }
 """Of each name the module of `mercer.mixers` and its class of options."""
 CHANNEL_MIXING: dict[str, tuple[str, str]] = {}
