@@ -26,6 +26,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deltanet, twice": ("deltanet", {"twice": True, "gate": True, "key_expand": 0.5, "width": 2}),
     "gated-deltanet": ("gated-deltanet", {}),
     "gated-deltanet, twice": ("gated-deltanet", {"twice": True, "heads": 4, "value_expand": 1.0}),
+    "rg-lru": ("rg-lru", {}),
+    "rg-lru, wide": ("rg-lru", {"width": 24, "blocks": 3, "conv": 2, "bias": False}),
 }
 """Of each case the mixer's name and its options."""
 

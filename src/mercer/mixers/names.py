@@ -18,6 +18,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "gla": ("gla_config", "GLAConfig"),
     "deltanet": ("deltanet_config", "DeltaNetConfig"),
     "gated-deltanet": ("gated_deltanet_config", "GatedDeltaNetConfig"),
+    "rg-lru": ("rg_lru_config", "RGLRUConfig"),
 }
 """Of each name the module of `mercer.mixers` and its class of options."""
 CHANNEL_MIXING: dict[str, tuple[str, str]] = {}

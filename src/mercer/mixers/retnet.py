@@ -95,7 +95,7 @@ class Retention(Mixer):
 
 
 def _turned(x: Tensor, turns: Turns, at: int) -> Tensor:
-    """Queries or keys [B, L, H, K] turned with at=2, each by its position, or S [B, H, K, V] with at=3, by its row's."""
+    """Queries or keys [B, L, H, K] turned by their positions with at=2, or S [B, H, K, V] by its row's with at=3."""
     cos, ahead, behind = (factor.unsqueeze(at) for factor in turns[:3])
     along = -1 if at == 2 else 2
     return x * cos + x.roll(-turns.step, along) * ahead + x.roll(turns.step, along) * behind
