@@ -5,8 +5,8 @@ r_t = b_t^T S_{t-1} what a token removes, everything that a token reads is
 
     x_t^T S_{t-1} = (x_t exp(E_t))^T S_0 + sum_{j<t} sum_c x_tc exp(E_tc - G_jc) (k_jc v_j + a_jc r_j)
 
-Taken with x = b this is a triangular system (1 - A_ba) R = A_bk V + (b exp(E)) S_0, whose solution R = U + W S_0 makes a
-chunk one affine map of its state (the WY form); with x = q exp(g), or x = q where there is a bonus, it is the output,
+Taken with x = b this is a triangular system (1 - A_ba) R = A_bk V + (b exp(E)) S_0, whose solution R = U + W S_0 makes
+a chunk one affine map of its state (the WY form); with x = q exp(g), or x = q where there is a bonus, it is the output
 less the token's own part. Every exponent is 0 or less: pairs inside a block of 16 tokens have exponents of their own,
 and those of two blocks are taken relative to the end of the block before the later one. Exponents are float64 until
 they are small. Segments of the sequence are made again in the backward pass, so memory is linear in the length.
@@ -165,8 +165,9 @@ class _Logs:
 
 
 def _pairs(reads: Tensor, writes: Tensor, logs: _Logs | None) -> Tensor:
-    """sum_c x_tc exp(E_tc - G_jc) y_jc for j < t, else 0: ``[B, H, chunks, X, Y, C, C]`` from ``[B, H, chunks, X, C, K]``
-    and ``[B, H, chunks, Y, C, K]``.
+    """sum_c x_tc exp(E_tc - G_jc) y_jc for j < t, else 0: ``[B, H, chunks, X, Y, C, C]``.
+
+    reads are x ``[B, H, chunks, X, C, K]``, writes y ``[B, H, chunks, Y, C, K]``.
     """
     size = reads.shape[-2]
     if logs is None or logs.after.shape[-1] == 1:
