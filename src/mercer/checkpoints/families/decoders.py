@@ -97,7 +97,7 @@ def refuse_all_but(config: BlockConfig, family: str, **allowed: Any) -> None:
         if name in allowed:
             if allowed[name] is None or value in allowed[name]:
                 continue
-        elif value == field.default:
+        elif value == field.get_default(call_default_factory=True):
             continue
         raise Unsupported(f"{family} has no way to say {name} = {value!r}")
 
