@@ -16,6 +16,7 @@ from mercer.errors import InvalidArgument, Unsupported
 from mercer.inference.packed_model import packed_model, weights_of
 from mercer.inference.step_program import Builder, Program, ranges, unfit, widest
 from mercer.inference.step_states import NOWHERE, DecoderStates, empty_states, gathered
+from mercer.models.token_ids import token_ids
 from mercer.nn.reach import longest
 from mercer.nn.rotary import Turns
 
@@ -154,8 +155,7 @@ class Engine:
     ) -> tuple[Tensor, DecoderStates]:
         model, batch = self.model, tokens.shape[0]
         before = self._states(states, batch, padding)
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise InvalidArgument(f"tokens must be integers [B, T], got {tokens.dtype} of shape {list(tokens.shape)}")
+        tokens = token_ids(tokens)
         if model.reach is not None and self.config.position != "learned":
             model._refuse_longer(longest(1, padding, before.length))
         x = model.embed(tokens, padding=padding, offset=before.length)

@@ -16,6 +16,7 @@ from mercer.models.bricks import make_attention, make_block, make_mixer_block, m
 from mercer.models.config import ModelConfig
 from mercer.models.configured import ConfiguredModel
 from mercer.models.initial import generator_of, initialise
+from mercer.models.token_ids import token_ids
 from mercer.models.visibility import causal_structure
 from mercer.nn.block import Block
 from mercer.nn.loss import default_block, linear_cross_entropy
@@ -150,8 +151,7 @@ class DecoderLM(ConfiguredModel):
         """The last hidden states [B, T, dim], ready for the head; arguments as in `forward`. routings: a list that what
         the routers of experts decide in each layer is appended to.
         """
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise InvalidArgument(f"tokens must be integers [B, T], got {tokens.dtype} of shape {list(tokens.shape)}")
+        tokens = token_ids(tokens)
         if states is not None and len(states) != len(self.blocks):
             raise InvalidArgument(
                 f"the model needs a state for each of its {len(self.blocks)} layers, got {len(states)}"

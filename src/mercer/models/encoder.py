@@ -12,6 +12,7 @@ from mercer.models.configured import ConfiguredModel
 from mercer.models.encoder_config import EncoderConfig
 from mercer.models.heads import Pooler, TokenHead, mean_tokens
 from mercer.models.initial import generator_of, initialise
+from mercer.models.token_ids import token_ids
 from mercer.nn.attention import Attention
 from mercer.nn.longformer import LongformerAttention
 from mercer.nn.positions import LearnedPositions, token_positions
@@ -60,8 +61,7 @@ class Encoder(ConfiguredModel):
         global_mask: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states [B, T, dim]; arguments as in `forward`."""
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise InvalidArgument(f"tokens must be integers [B, T], got {tokens.dtype} of shape {list(tokens.shape)}")
+        tokens = token_ids(tokens)
         if global_mask is not None and self.config.longformer_windows is None:
             raise InvalidArgument("global_mask marks the global tokens of a Longformer, and this model is none")
         x = self._embed(tokens, types, padding)

@@ -13,6 +13,7 @@ from mercer.models.bricks import make_attention, make_block, make_cross_attentio
 from mercer.models.configured import ConfiguredModel
 from mercer.models.initial import initialise
 from mercer.models.seq2seq_config import Seq2SeqConfig
+from mercer.models.token_ids import token_ids
 from mercer.nn.cross_block import CrossBlock
 from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
 from mercer.nn.routing import Routing
@@ -187,9 +188,7 @@ class Seq2Seq(ConfiguredModel):
         return Conditioned(self, self.remember(self.encode(source, padding=padding), padding=padding))
 
     def _embed(self, tokens: Tensor, what: str) -> Tensor:
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise InvalidArgument(f"{what} must be integers [B, T], got {tokens.dtype} of shape {list(tokens.shape)}")
-        x = self.embedding(tokens)
+        x = self.embedding(token_ids(tokens, what))
         return x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
 
 

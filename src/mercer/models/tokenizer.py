@@ -12,7 +12,7 @@ import numpy as np
 
 from mercer.errors import InvalidArgument
 from mercer.models.token_decoders import token_text
-from mercer.models.vocabulary import TOKENIZER_FILE, Vocabulary
+from mercer.models.vocabulary import TOKENIZER_FILE, Vocabulary, as_bytes
 from mercer.runtime.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class HubVocabulary(Vocabulary):
         return self._ids(data, added=added, spelt=False)
 
     def _ids(self, data: bytes, *, added: bool, spelt: bool) -> list[int]:
-        text = data.decode("utf-8")
+        text = as_bytes(data).decode("utf-8")
         with self._switch:
             self.tokenizer.encode_special_tokens = spelt
             return self.tokenizer.encode(text, add_special_tokens=added).ids

@@ -43,9 +43,10 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def encode(self, data: bytes) -> np.ndarray:
-        """Bytes -> [n] tokens of `dtype`.
+        """Bytes -> [n] tokens of `dtype`; ``torch.tensor(vocabulary.encode(data))[None]`` is a batch that models take.
 
         Raises:
+            InvalidArgument: the text is not given as bytes.
             UnicodeDecodeError: the data is not UTF-8 and the vocabulary needs text (`BPE`).
         """
 
@@ -73,6 +74,9 @@ class Vocabulary(ABC):
         the text become those tokens, within the special tokens that a text of this vocabulary begins and ends with.
 
         added: False leaves the latter out, for text that has them already, as that of a chat template.
+
+        Raises:
+            InvalidArgument: the text is not given as bytes.
         """
         return self.encode(data).tolist()
 
@@ -150,7 +154,7 @@ class Bytes(Vocabulary):
     byte_lengths = np.ones(256, dtype=np.int64)
 
     def encode(self, data: bytes) -> np.ndarray:
-        return np.frombuffer(data, dtype=np.uint8)
+        return np.frombuffer(as_bytes(data), dtype=np.uint8).copy()  # which torch may write to
 
     def token_bytes(self, token: int) -> bytes:
         return bytes((token,))
@@ -191,7 +195,7 @@ class BPE(Vocabulary):
         return self._lengths
 
     def encode(self, data: bytes) -> np.ndarray:
-        return np.array(self.tokenizer.encode(data.decode("utf-8")).ids, dtype=self.dtype)
+        return np.array(self.tokenizer.encode(as_bytes(data).decode("utf-8")).ids, dtype=self.dtype)
 
     def token_bytes(self, token: int) -> bytes:
         return self._pieces[token]
@@ -218,6 +222,20 @@ class BPE(Vocabulary):
         trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, initial_alphabet=alphabet, show_progress=False)
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer)
+
+
+def as_bytes(data: object) -> bytes | bytearray:
+    """A text as it has to be given.
+
+    Raises:
+        InvalidArgument: it is no bytes.
+    """
+    if isinstance(data, bytes | bytearray):
+        return data
+    if isinstance(data, memoryview):
+        return bytes(data)
+    how = "write text.encode()" if isinstance(data, str) else "the messages of a chat go through its ChatTemplate"
+    raise InvalidArgument(f"a text is given to a vocabulary as bytes, not as {type(data).__name__}: {how}")
 
 
 def load_vocabulary(folder: Path, size: int) -> Vocabulary:
