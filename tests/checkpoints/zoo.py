@@ -64,6 +64,22 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2ForCausalLM",
         _llama_like(head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     ),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        _llama_like(num_key_value_heads=1, num_hidden_layers=4, attention_window_size=8),
+    ),
+    "recurrent_gemma, other widths": (
+        "RecurrentGemmaForCausalLM",
+        _llama_like(
+            lru_width=48,
+            conv1d_width=3,
+            num_hidden_layers=3,
+            attention_window_size=4,
+            block_types=["attention", "recurrent"],
+            attention_bias=True,
+            logits_soft_cap=2.0,
+        ),
+    ),
     "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
     "gptj": ("GPTJForCausalLM", _gpt2_like(rotary_dim=4)),
     "gpt_neox": ("GPTNeoXForCausalLM", _llama_like()),

@@ -46,6 +46,7 @@ _HOMES = {
     "mixtral": "mixtral",
     "gemma": "gemma",
     "gemma2": "gemma2",
+    "recurrent_gemma": "recurrent_gemma",
     "bloom": "bloom",
     "marian": "marian",
     "t5": "t5",

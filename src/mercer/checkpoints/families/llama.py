@@ -103,22 +103,22 @@ def _write_mistral(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def attention_rules(config: ModelConfig, layer: int) -> list[Rule]:
-    """The attention of a layer with its norm."""
-    here, there = f"blocks.{layer}", f"model.layers.{layer}"
+def attention_rules(config: ModelConfig, layer: int, *, block: str = "self_attn") -> list[Rule]:
+    """The attention of a layer. block: its name there."""
+    here, there = f"blocks.{layer}", f"model.layers.{layer}.{block}"
     parts = ("weight", "bias") if "qkv" in config.biased else ("weight",)
     return [
-        *qkv(f"{here}.attention.qkv", [f"{there}.self_attn.{n}_proj" for n in "qkv"], config, parts=parts),
+        *qkv(f"{here}.attention.qkv", [f"{there}.{n}_proj" for n in "qkv"], config, parts=parts),
         *pairs(
-            {f"{here}.attention.output": f"{there}.self_attn.o_proj"},
+            {f"{here}.attention.output": f"{there}.o_proj"},
             ("weight", "bias") if "output" in config.biased else ("weight",),
         ),
     ]
 
 
-def feedforward_rules(config: ModelConfig, layer: int) -> list[Rule]:
-    """A gated feed-forward."""
-    here, there = f"blocks.{layer}.feedforward", f"model.layers.{layer}.mlp"
+def feedforward_rules(config: ModelConfig, layer: int, *, block: str = "mlp") -> list[Rule]:
+    """A gated feed-forward. block: its name there."""
+    here, there = f"blocks.{layer}.feedforward", f"model.layers.{layer}.{block}"
     parts = ("weight", "bias") if "feedforward" in config.biased else ("weight",)
     return [
         *gated(f"{here}.input", f"{there}.gate_proj", f"{there}.up_proj", hidden_of(config), parts=parts),
