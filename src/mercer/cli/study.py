@@ -19,6 +19,13 @@ Attentions = Annotated[
     list[str] | None,
     typer.Option("--attention", "-a", help="Instead of the budget's; may be repeated: taylor4-l2, exp-l2, elu-sum."),
 ]
+Pattern = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pattern", "-p", help="Layers by name, repeated over the model; may be repeated: '7*mamba,softmax'."
+    ),
+]
+Layers = Annotated[int | None, typer.Option(help="Of each model, instead of the study's own.")]
 Seeds = Annotated[int | None, typer.Option(help="Runs of each, instead of the budget's.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error.")]
@@ -42,6 +49,8 @@ def orders(
         typer.Option(help="Files, folders or globs to learn from; may be repeated (the Python library's source)."),
     ] = None,
     attention: Attentions = None,
+    pattern: Pattern = None,
+    layers: Layers = None,
     seeds: Seeds = None,
     steps: Annotated[
         int | None, typer.Option(help="Training steps of each run; quick otherwise measures how many fit.")
@@ -56,16 +65,17 @@ def orders(
 
     The same decoder with softmax, its exponential under a norm, linear attention and Taylor series of growing order,
     trained on the same text. An attention may end in '+gain', a gain learned per head after the norm, or
-    '+gain=1', its start (0.1). Stopped at any
-    moment, the same command continues.
+    '+gain=1', its start (0.1). A recurrent mixer (mamba, rwkv7, gla, ...) may stand for an attention, and a pattern
+    mixes both. Stopped at any moment, the same command continues.
     """
     command = _command()
     from mercer.studies.orders import run
 
     with as_typed(orders):
         page = run(
-            budget, out or Path(f"runs/orders-{budget}"), text=text or (), attentions=attention or (), seeds=seeds,
-            steps=steps, learning_rate=learning_rate, device=device, command=command, quiet=quiet,
+            budget, out or Path(f"runs/orders-{budget}"), text=text or (), attentions=_models(attention, pattern),
+            layers=layers, seeds=seeds, steps=steps, learning_rate=learning_rate, device=device, command=command,
+            quiet=quiet,
         )  # fmt: skip
     typer.echo(page)
 
@@ -74,6 +84,8 @@ def recall(
     budget: Budget = "quick",
     out: Out = None,
     attention: Attentions = None,
+    pattern: Pattern = None,
+    layers: Layers = None,
     seeds: Seeds = None,
     steps: Annotated[int | None, typer.Option(help="Training steps of each run, instead of the budget's.")] = None,
     device: Device = "auto",
@@ -82,15 +94,16 @@ def recall(
     """How many pairs can an attention remember?
 
     Multi-query associative recall with two layers: accuracy against the number of pairs and the size of the state, and
-    what a linear memory of that size would recall. Stopped at any moment, the same command continues.
+    what a linear memory of that size would recall. A recurrent mixer (mamba, rwkv7, gla, ...) may stand for an
+    attention, and a pattern mixes both. Stopped at any moment, the same command continues.
     """
     command = _command()
     from mercer.studies.recall import run
 
     with as_typed(recall):
         page = run(
-            budget, out or Path(f"runs/recall-{budget}"), attentions=attention or (), seeds=seeds, steps=steps,
-            device=device, command=command, quiet=quiet,
+            budget, out or Path(f"runs/recall-{budget}"), attentions=_models(attention, pattern), layers=layers,
+            seeds=seeds, steps=steps, device=device, command=command, quiet=quiet,
         )  # fmt: skip
     typer.echo(page)
 
@@ -204,6 +217,10 @@ def positions(
             steps=steps, learning_rate=learning_rate, device=device, command=command, quiet=quiet,
         )  # fmt: skip
     typer.echo(page)
+
+
+def _models(attentions: list[str] | None, patterns: list[str] | None) -> list[str]:
+    return [*(attentions or ()), *(patterns or ())]
 
 
 def _command() -> str:

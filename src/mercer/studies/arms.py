@@ -9,7 +9,9 @@ from mercer.core.kernels import Exp, Taylor
 from mercer.core.names import attention_name
 from mercer.core.normalizers import L2, RMS, Standardize, Sum
 from mercer.errors import InvalidArgument
+from mercer.mixers.names import is_mixer
 from mercer.models.config import causal_attention
+from mercer.studies.layers import names_of, parse_pattern
 from mercer.studies.records.orders import Arm, Family
 
 GAIN_INIT = 0.1
@@ -17,15 +19,24 @@ GAIN_INIT = 0.1
 "do."""
 
 
-def parse_arm(name: str) -> Arm:
+def parse_arm(name: str, layers: int | None = None) -> Arm:
     """An arm from ``"exp-l2"``, or from ``"exp-l2+gain"`` with a gain learned per head that starts at 0.1, or from
-    ``"exp-l2+gain=1"`` with another start.
+    ``"exp-l2+gain=1"`` with another start; a mixer from ``"mamba"``, and a pattern over the layers from
+    ``"7*mamba,softmax"``.
 
     Raises:
         InvalidArgument: an attention that is unknown or cannot be computed, or a gain on a normaliser other than L2,
-            RMS and layernorm.
+            RMS and layernorm, or more names than layers.
     """
     base, plus, extra = name.partition("+")
+    written = parse_pattern(base, layers)
+    if is_mixer(written) or len(names_of(written)) > 1:
+        if plus:
+            raise InvalidArgument(
+                f"attention {name!r}: a gain is for one attention in all layers, as in 'exp-l2+gain'."
+            )
+        family: Family = "mixer" if is_mixer(written) else "pattern"
+        return Arm(name=written, attention=written, family=family, normalizer="none")
     given = re.fullmatch(r"gain(?:=(\d+\.?\d*|\.\d+))?", extra)
     if plus and not given:
         raise InvalidArgument(
@@ -42,7 +53,7 @@ def parse_arm(name: str) -> Arm:
         )
     attention = attention_name(kernel, normalizer)
     order = kernel.order if isinstance(kernel, Taylor) else None
-    family: Family = "linear"
+    family = "linear"
     if isinstance(kernel, Taylor):
         family = "taylor"
     elif isinstance(kernel, Exp):
@@ -57,11 +68,11 @@ def parse_arm(name: str) -> Arm:
     )
 
 
-def parse_arms(names: Iterable[str]) -> list[Arm]:
-    """Arms from names, each once, in the order given."""
+def parse_arms(names: Iterable[str], layers: int | None = None) -> list[Arm]:
+    """Arms of models of so many layers, if that is given, from names, each once, in the order given."""
     arms: dict[str, Arm] = {}
     for name in names:
-        arm = parse_arm(name)
+        arm = parse_arm(name, layers)
         arms.setdefault(arm.name, arm)
     if not arms:
         raise InvalidArgument("a study needs at least one attention.")

@@ -16,6 +16,7 @@ from mercer.runtime.words import count
 from mercer.studies.arms import parse_arms
 from mercer.studies.calibration import seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
+from mercer.studies.layers import names_of
 from mercer.studies.on_text import corpus_record, curve, read_text, shown, tokens_per_second, training_step
 from mercer.studies.orders_summary import MARGIN, ONE_SEED, conclude, summarize
 from mercer.studies.progress import StudyProgress
@@ -58,7 +59,8 @@ BUDGETS: dict[Budget, Plan] = {
     "standard": Plan(ALL, steps=300, seeds=3),
     "full": Plan(ALL, steps=1200, seeds=5),
 }
-MODEL = {"dim": 128, "layers": 4, "heads": 8}
+LAYERS = 4
+MODEL = {"dim": 128, "heads": 8}
 TRAINING = {"batch": 16, "length": 256, "learning_rate": 3e-3, "eval_windows": 96, "keep": 1}
 EVALUATIONS = 8
 
@@ -69,6 +71,7 @@ def run(
     *,
     text: Sequence[str | Path] = (),
     attentions: Sequence[str] = (),
+    layers: int | None = None,
     seeds: int | None = None,
     steps: int | None = None,
     learning_rate: float | None = None,
@@ -83,7 +86,9 @@ def run(
             of 1,200 steps).
         out: receives orders.json, its schema, orders.html, the tokens and a folder for each run.
         text: files, folders or globs; the Python library's own source if empty.
-        attentions: names instead of the budget's, such as "taylor4-l2" or "exp-l2+gain".
+        attentions: names instead of the budget's, such as "taylor4-l2" or "exp-l2+gain", a mixer such as "mamba", or a
+            pattern over the layers such as "3*mamba,softmax".
+        layers: of each model, instead of 4.
         seeds, steps: instead of the budget's. ``steps`` also skips the measurement that the quick budget begins with.
         learning_rate: peak of the schedule, for all arms; 0.003 if None.
         device: as in training.
@@ -95,7 +100,7 @@ def run(
         Interrupted: stopped by a signal; the same call continues.
     """
     study = _Study(
-        check_budget(budget), Path(out), text, attentions, seeds, steps, learning_rate, device, command, quiet
+        check_budget(budget), Path(out), text, attentions, layers, seeds, steps, learning_rate, device, command, quiet
     )
     return study.run()
 
@@ -107,6 +112,7 @@ class _Study(Study[tuple[Arm, int], OrdersTrial]):
         out: Path,
         text: Sequence[str | Path],
         attentions: Sequence[str],
+        layers: int | None,
         seeds: int | None,
         steps: int | None,
         learning_rate: float | None,
@@ -116,9 +122,10 @@ class _Study(Study[tuple[Arm, int], OrdersTrial]):
     ) -> None:
         super().__init__(budget, out, device, quiet)
         plan = BUDGETS[budget]
-        check_counts(seeds, steps, learning_rate)
+        check_counts(seeds, steps, learning_rate, layers)
+        self.layers = layers or LAYERS
         self.recipe = TRAINING | ({} if learning_rate is None else {"learning_rate": learning_rate})
-        self.arms = parse_arms(attentions or plan.arms)
+        self.arms = parse_arms(attentions or plan.arms, self.layers)
         self.seeds = list(range(seeds or plan.seeds))
         find_device(device)
         for arm in self.arms:
@@ -133,7 +140,7 @@ class _Study(Study[tuple[Arm, int], OrdersTrial]):
             "steps": steps,
             "learning_rate": self.recipe["learning_rate"],
             "sha256": self.corpus.info["sha256"],
-        }
+        } | ({} if layers is None else {"layers": layers})
         self.folder = StudyFolder(out, asked, command)
         # an evaluation is a forward pass over its windows, about a third of as many training sequences
         evaluation = TRAINING["eval_windows"] / TRAINING["batch"] / 3
@@ -154,9 +161,10 @@ class _Study(Study[tuple[Arm, int], OrdersTrial]):
 
     def _model(self, arm: Arm, seed: int, vocabulary: int | None = None) -> ModelConfig:
         gain = {} if arm.gain_init is None else {"gain": "head", "gain_init": arm.gain_init}
+        names = names_of(arm.attention)
         return ModelConfig(
-            **MODEL, **gain, vocab_size=vocabulary or self.corpus.vocabulary.size, attention=arm.attention, seed=seed,
-            max_length=TRAINING["length"],
+            **MODEL, **gain, layers=self.layers, vocab_size=vocabulary or self.corpus.vocabulary.size, seed=seed,
+            attention=names[0] if len(names) == 1 else names, max_length=TRAINING["length"],
         )  # fmt: skip
 
     def parts(self) -> list[tuple[Arm, int]]:

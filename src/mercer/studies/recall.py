@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mercer.core.names import attention_name
-from mercer.errors import InvalidArgument, NonFinite
-from mercer.models.config import ModelConfig, causal_attention
+from mercer.errors import NonFinite
+from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.runtime.device import find_device
 from mercer.runtime.words import count
 from mercer.studies.calibration import seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
+from mercer.studies.layers import names_of, parse_pattern
 from mercer.studies.mqar import Recall
 from mercer.studies.progress import StudyProgress
 from mercer.studies.recall_summary import capacities, conclude, summarize
@@ -27,7 +27,7 @@ from mercer.studies.runner import Study, check_counts
 from mercer.training.config import TrainConfig
 
 LAYERS = 2
-MODEL = {"layers": LAYERS, "position": "alibi", "tie_embeddings": False, "init_std": 0.125}
+MODEL = {"position": "alibi", "tie_embeddings": False, "init_std": 0.125}
 """ALiBi's steep heads see the token just before, which is what the first layer has to find here; with rotary positions
 no training of this length found it. Weights of 1/sqrt(64) bring the scores out of the flat part of the kernel."""
 
@@ -75,6 +75,7 @@ def run(
     out: str | Path = "runs/recall-quick",
     *,
     attentions: Sequence[str] = (),
+    layers: int | None = None,
     seeds: int | None = None,
     steps: int | None = None,
     device: str = "auto",
@@ -87,7 +88,9 @@ def run(
         budget: "quick" (64 tokens, up to 16 pairs, as many of 2,500 steps as fit), "standard" (512 tokens, 64 pairs),
             "full" (8,192 tokens, the published lengths).
         out: receives recall.json, its schema, recall.html and a folder for each run.
-        attentions: names instead of the budget's; "softmax,elu-sum" has softmax in the first layer.
+        attentions: names instead of the budget's, of attentions and mixers; "softmax,elu-sum" has softmax in the first
+            layer, "7*mamba,softmax" in the last of eight.
+        layers: of each model, instead of 2.
         seeds, steps: instead of the budget's. ``steps`` also skips the measurement that the quick budget begins with.
         device, command, quiet: as in ``mercer.studies.orders.run``.
 
@@ -95,7 +98,7 @@ def run(
         InvalidArgument: an unknown budget or attention, or a folder begun with other settings.
         Interrupted: stopped by a signal; the same call continues.
     """
-    return _Study(check_budget(budget), Path(out), attentions, seeds, steps, device, command, quiet).run()
+    return _Study(check_budget(budget), Path(out), attentions, layers, seeds, steps, device, command, quiet).run()
 
 
 Part = tuple[str, int, float, int]
@@ -108,6 +111,7 @@ class _Study(Study[Part, RecallTrial]):
         budget: Budget,
         out: Path,
         attentions: Sequence[str],
+        layers: int | None,
         seeds: int | None,
         steps: int | None,
         device: str,
@@ -115,9 +119,12 @@ class _Study(Study[Part, RecallTrial]):
         quiet: bool,
     ) -> None:
         super().__init__(budget, out, device, quiet)
-        check_counts(seeds, steps)
+        check_counts(seeds, steps, layers=layers)
         self.plan = plan = BUDGETS[budget]
-        self.attentions = list(dict.fromkeys(_canonical(name) for name in attentions or plan.attentions))
+        self.layers = layers or LAYERS
+        self.attentions = list(
+            dict.fromkeys(parse_pattern(name, self.layers) for name in attentions or plan.attentions)
+        )
         self.seeds = list(range(seeds or plan.seeds))
         self.tasks = tuple(Recall(n, plan.length_per_pair * n, plan.vocabulary) for n in plan.pairs)
         find_device(device)
@@ -127,7 +134,7 @@ class _Study(Study[Part, RecallTrial]):
             "attentions": self.attentions,
             "seeds": len(self.seeds),
             "steps": steps,
-        }
+        } | ({} if layers is None else {"layers": layers})
         self.folder = StudyFolder(out, asked, command)
         self.steps = self.settle_steps(
             steps, plan.steps, plan.seconds, lambda: {name: self._seconds_per_step(name) for name in self.attentions},
@@ -148,9 +155,9 @@ class _Study(Study[Part, RecallTrial]):
         return seconds_per_step(round_of_tasks) / size
 
     def _setting(self, name: str, dim: int, rate: float, seed: int, steps: int) -> Setting:
-        plan, names = self.plan, name.split(",")
+        plan, names = self.plan, names_of(name)
         model = ModelConfig(
-            **MODEL, vocab_size=plan.vocabulary, dim=dim, heads=plan.heads, seed=seed,
+            **MODEL, layers=self.layers, vocab_size=plan.vocabulary, dim=dim, heads=plan.heads, seed=seed,
             attention=names[0] if len(names) == 1 else names, max_length=plan.length_per_pair * max(plan.pairs),
         )  # fmt: skip
         train = TrainConfig(
@@ -218,7 +225,7 @@ class _Study(Study[Part, RecallTrial]):
             power=self.tasks[0].power, heldout_sequences=plan.held_out,
         )  # fmt: skip
         head_dims = {dim: dim // plan.heads for dim in plan.dims}
-        summaries = summarize(trials, task, plan.heads, head_dims)
+        summaries = summarize(trials, task, plan.heads, head_dims, self.layers)
         setting = self._setting(self.attentions[0], plan.dims[0], plan.rates[0], 0, self.steps)
         rates = {"learning_rates": list(plan.rates)}
         record = RecallRecord(
@@ -237,13 +244,6 @@ class _Study(Study[Part, RecallTrial]):
 
 
 _SHOWN = {"steps", "batch", "warmup", "floor", "weight_decay", "beta1", "beta2", "epsilon", "clip", "dtype"}
-
-
-def _canonical(name: str) -> str:
-    names = [attention_name(*causal_attention(part.strip())) for part in name.split(",")]
-    if len(names) > LAYERS:
-        raise InvalidArgument(f"attention {name!r} names {len(names)} layers; the models of this study have {LAYERS}.")
-    return names[0] if len(set(names)) == 1 else ",".join(names)
 
 
 def _line(trial: RecallTrial) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mercer.core.names import parse_attention
+from mercer.mixers.names import is_mixer
+from mercer.studies.layers import finite_attention, layers_of, names_of
 from mercer.studies.recall_memory import best_overlaps, half_point, predicted_recall, state_bytes
 from mercer.studies.records.common import Finding, Verdict
 from mercer.studies.records.recall import Capacity, RecallSummary, RecallTask, RecallTrial
@@ -16,14 +18,8 @@ CLOSE = 0.1
 RELIABLE = 0.95
 
 
-def pattern(name: str, layers: int = 2) -> list[str]:
-    """The attention of each layer for a name, or for names separated by commas."""
-    names = name.split(",")
-    return [names[layer % len(names)] for layer in range(layers)]
-
-
 def summarize(
-    trials: Sequence[RecallTrial], task: RecallTask, heads: int, head_dims: dict[int, int]
+    trials: Sequence[RecallTrial], task: RecallTask, heads: int, head_dims: dict[int, int], layers: int
 ) -> list[RecallSummary]:
     """For every attention, width and number of pairs: the learning rate that recalls most, and its accuracy.
 
@@ -33,7 +29,7 @@ def summarize(
     summaries: list[RecallSummary] = []
     keys = dict.fromkeys((t.attention, t.dim) for t in trials)
     for attention, dim in keys:
-        layers = pattern(attention)
+        kinds = layers_of(attention, layers)
         for pairs in task.pairs:
             by_rate: dict[float, list[float]] = {}
             for t in trials:
@@ -49,8 +45,8 @@ def summarize(
                     pairs=pairs,
                     accuracy=None if best is None else mean_interval(by_rate[best]),
                     learning_rate=best,
-                    state_bytes=state_bytes(layers, heads, head_dims[dim], task.length_per_pair * pairs),
-                    predicted=predicted_recall(layers[-1], heads, head_dims[dim], pairs),
+                    state_bytes=state_bytes(kinds, heads, head_dims[dim], task.length_per_pair * pairs),
+                    predicted=predicted_recall(kinds[-1], heads, head_dims[dim], pairs),
                 )
             )
     return summaries
@@ -64,7 +60,9 @@ def capacities(summaries: Sequence[RecallSummary], heads: int, head_dims: dict[i
         if not chosen:
             continue
         pairs = [s.pairs for s in chosen]
-        last = pattern(attention)[-1]
+        last = names_of(attention)[-1]
+        if is_mixer(last):
+            continue  # what its state holds of random keys, no formula here says
         many = [2**power for power in range(1, 21)]
         rows.append(
             Capacity(
@@ -72,7 +70,7 @@ def capacities(summaries: Sequence[RecallSummary], heads: int, head_dims: dict[i
                 dim=dim,
                 feature_dim=parse_attention(last)[0].feature_dim(head_dims[dim]),
                 effective_features=best_overlaps(last, head_dims[dim]).effective_features,
-                predicted=half_point(many, [predicted_recall(last, heads, head_dims[dim], n) for n in many]),
+                predicted=half_point(many, [predicted_recall(last, heads, head_dims[dim], n) or 0.0 for n in many]),
                 found=half_point(pairs, [s.accuracy.mean for s in chosen if s.accuracy]),
                 smallest_tried=min(pairs),
                 largest_tried=max(pairs),
@@ -84,7 +82,7 @@ def capacities(summaries: Sequence[RecallSummary], heads: int, head_dims: dict[i
 def conclude(summaries: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
     """What the numbers say."""
     known = [s for s in summaries if s.accuracy]
-    return [*_softmax(known), *_ranks(known), *_reached(known), *_fell(known, task)]
+    return [*_softmax(known), *_ranks(known), *_reached(known), *_fell(known, task), *_bought(known, task)]
 
 
 def _accuracy(summary: RecallSummary) -> float:
@@ -116,6 +114,8 @@ def _ranks(known: Sequence[RecallSummary]) -> list[Finding]:
     agree = disagree = ties = 0
     for place, a in enumerate(known):
         for b in known[place + 1 :]:
+            if a.predicted is None or b.predicted is None:
+                continue
             if (a.pairs, a.dim) == (b.pairs, b.dim) and abs(a.predicted - b.predicted) > CLOSE:
                 found = _accuracy(a) - _accuracy(b)
                 if abs(found) <= CLOSE:
@@ -144,12 +144,14 @@ def _ranks(known: Sequence[RecallSummary]) -> list[Finding]:
 
 
 def _reached(known: Sequence[RecallSummary]) -> list[Finding]:
-    finite = [s for s in known if pattern(s.attention) and parse_attention(pattern(s.attention)[-1])[0].feature_dim(2)]
+    finite = [
+        (s, s.predicted) for s in known if s.predicted is not None and finite_attention(names_of(s.attention)[-1])
+    ]
     if not finite:
         return []
-    above = [s for s in finite if _accuracy(s) > s.predicted + CLOSE]
-    below = [s for s in finite if _accuracy(s) < s.predicted - CLOSE]
-    worst = min(finite, key=lambda s: _accuracy(s) - s.predicted)
+    above = [s for s, predicted in finite if _accuracy(s) > predicted + CLOSE]
+    below = [s for s, predicted in finite if _accuracy(s) < predicted - CLOSE]
+    worst, promised = min(finite, key=lambda pair: _accuracy(pair[0]) - pair[1])
     verdict: Verdict = "undecided"
     if not below:
         verdict = "supported"
@@ -161,7 +163,7 @@ def _reached(known: Sequence[RecallSummary]) -> list[Finding]:
             verdict=verdict,
             text=f"Of {len(finite)} cells of finite attentions, {len(below)} fall short of the prediction for random "
             f"keys by more than {CLOSE:g}, {len(above)} exceed it by more. The largest shortfall: "
-            f"{label(worst.attention)} at {worst.pairs} pairs, {100 * worst.predicted:.0f} % predicted and "
+            f"{label(worst.attention)} at {worst.pairs} pairs, {100 * promised:.0f} % predicted and "
             f"{100 * _accuracy(worst):.0f} % found."
             + (" Room in the state is not what limits these runs." if verdict == "refuted" else ""),
         )
@@ -187,3 +189,28 @@ def _fell(known: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
             "state.",
         )
     ]
+
+
+def _bought(known: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
+    """For each model of one kind of layer that has some softmax layers in another arm: what these buy."""
+    largest = max(task.pairs)
+    have = {(s.attention, s.dim): s for s in known if s.pairs == largest}
+    found: list[Finding] = []
+    for (attention, dim), mixed in have.items():
+        names = names_of(attention)
+        others = set(names) - {"softmax"}
+        plain = have.get((next(iter(others)), dim)) if len(others) == 1 and "softmax" in names else None
+        if plain is None:
+            continue
+        gain = _accuracy(mixed) - _accuracy(plain)
+        softmax = names.count("softmax")
+        found.append(
+            Finding(
+                question=f"What does softmax in {softmax} of {len(names)} layers buy {label(plain.attention)}?",
+                verdict="supported" if gain > CLOSE else "refuted" if gain < CLOSE / 2 else "undecided",
+                text=f"At {largest} pairs and width {dim} {label(attention)} answers {100 * _accuracy(mixed):.1f} % "
+                f"rightly and {label(plain.attention)} alone {100 * _accuracy(plain):.1f} %: {100 * gain:+.1f} points, "
+                f"for {mixed.state_bytes / max(plain.state_bytes, 1):.2g} times its bytes of state.",
+            )
+        )
+    return found

@@ -20,13 +20,15 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-def check_counts(seeds: int | None = None, steps: int | None = None, learning_rate: float | None = None) -> None:
+def check_counts(
+    seeds: int | None = None, steps: int | None = None, learning_rate: float | None = None, layers: int | None = None
+) -> None:
     """Refuse numbers of a study that are out of range; None is the budget's own.
 
     Raises:
         InvalidArgument: in one sentence.
     """
-    for name, value in (("seeds", seeds), ("steps", steps)):
+    for name, value in (("seeds", seeds), ("steps", steps), ("layers", layers)):
         if value is not None and value < 1:
             raise InvalidArgument(f"{name} is {value}; it must be at least 1.")
     if learning_rate is not None and not 0 < learning_rate < math.inf:

@@ -8,16 +8,19 @@ from pydantic import Field
 
 from mercer.studies.records.common import Corpus, Finding, Interval, Provenance, Record
 
-Family = Literal["softmax", "exp", "taylor", "linear"]
+Family = Literal["softmax", "exp", "taylor", "linear", "mixer", "pattern"]
 
 
 class Arm(Record):
-    """One attention of the comparison: a name, what it is made of, and whether a gain is learned."""
+    """One attention, mixer or pattern of layers: a name, what it is made of, and whether a gain is learned."""
 
     name: str = Field(description="unique in the study, such as 'exp-l2+gain'")
-    attention: str = Field(description="the name models are configured with, such as 'exp-l2'")
+    attention: str = Field(
+        description="the name models are configured with, such as 'exp-l2', or names separated by commas, one a layer "
+        "in turn; 7*mamba is that seven times in a row"
+    )
     family: Family
-    normalizer: str
+    normalizer: str = Field(description="'none' for a mixer or a pattern")
     order: int | None = Field(default=None, ge=0, description="Taylor order")
     gain_init: float | None = Field(default=None, description="start of the learned gain per head; null: no gain")
 

@@ -30,7 +30,9 @@ class RecallResult(Record):
 class RecallTrial(Record):
     """One training run, on all numbers of pairs in turn: an attention, a width, a learning rate and a seed."""
 
-    attention: str = Field(description="a name, or names separated by commas, one a layer in turn")
+    attention: str = Field(
+        description="a name, or names separated by commas, one a layer in turn; 7*mamba is that seven times in a row"
+    )
     dim: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     seed: int
@@ -51,11 +53,14 @@ class RecallSummary(Record):
     accuracy: Interval | None
     learning_rate: float | None
     state_bytes: int = Field(ge=0, description="state of the whole model at this length, float32, one sequence")
-    predicted: float = Field(ge=0, le=1, description="what a memory of the last layer's size recalls of random keys")
+    predicted: float | None = Field(
+        ge=0, le=1, description="what a memory of the last layer's size recalls of random keys; null: it is a mixer"
+    )
 
 
 class Capacity(Record):
-    """How many pairs an attention holds: what the memory view predicts and what training finds.
+    """How many pairs an attention holds: what the memory view, which says nothing of mixers, predicts and what training
+    finds.
 
     A capacity is the number of pairs at which recall falls through a half, interpolated; null means that it did not
     within the numbers of pairs tried.

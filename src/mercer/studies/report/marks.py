@@ -36,6 +36,22 @@ _WORDS = {
     "trig": "Trigonometric",
     "rfa": "RFA",
 }
+_MIXERS = {
+    "mamba": ("Mamba", "#c2543f"),
+    "mamba2": ("Mamba-2", "#d25f2c"),
+    "retnet": ("RetNet", "#3f78c9"),
+    "gla": ("GLA", "#2e8aa6"),
+    "deltanet": ("DeltaNet", "#4f8f2f"),
+    "gated-deltanet": ("Gated DeltaNet", "#0f9488"),
+    "rwkv4": ("RWKV-4", "#a8487f"),
+    "rwkv5": ("RWKV-5", "#b04fae"),
+    "rwkv6": ("RWKV-6", "#8a5fd3"),
+    "rwkv7": ("RWKV-7", "#cc4a74"),
+    "s4": ("S4", "#8f7a2f"),
+    "s4d": ("S4D", "#b4690e"),
+    "rg-lru": ("RG-LRU", "#9a6b3f"),
+}
+"""Of each mixer its word and its colour."""
 _ORDERS = ("#b4690e", "#d25f2c", "#cc4a74", "#b04fae", "#8a5fd3", "#5f76d8", "#2f86b8")
 _DASHES = {"sum": "dash", "l2": "solid", "rms": "dot", "identity": "longdash"}
 
@@ -59,9 +75,15 @@ def _parts(name: str) -> tuple[str, str, str, str, str]:
 
 
 def mark(name: str) -> Mark:
-    """The mark of an attention's name, such as ``"taylor4-l2"`` or ``"exp-l2+gain"``; of a pattern, its last one's."""
-    if "," in name or "@" in name:
-        return mark(re.split("[,:]", name)[-1])._replace(dash="longdash")
+    """The mark of an attention's or a mixer's name, such as ``"taylor4-l2"`` or ``"exp-l2+gain"``; of a pattern, its
+    last one's that is not softmax."""
+    if "," in name:
+        parts = [part.rpartition("*")[2] for part in name.split(",")]
+        return mark(next((part for part in reversed(parts) if part != "softmax"), "softmax"))._replace(dash="longdash")
+    if "@" in name:
+        return mark(name.rpartition(":")[2])._replace(dash="longdash")
+    if name in _MIXERS:
+        return Mark(_MIXERS[name][1], "solid", "hexagon", 2.0)
     kernel, number, _, normalizer, extra = _parts(name)
     if (kernel, normalizer) == ("exp", "sum"):
         return Mark(_SOFTMAX, "solid", "square", 3.0)
@@ -75,14 +97,19 @@ def mark(name: str) -> Mark:
 def label(name: str) -> str:
     """An attention's name in words: ``"taylor4-l2"`` becomes ``"Taylor 4 · L2"``.
 
-    A pattern over layers, ``"softmax,elu-sum"``, becomes ``"softmax, then elu · sum"``, and ``"exp@64:taylor2-sum"``
-    ``"Exp within 64, Taylor 2 · sum beyond"``.
+    A pattern over layers, ``"softmax,elu-sum"``, becomes ``"softmax, then elu · sum"``, ``"7*mamba,softmax"`` ``"7
+    Mamba, then softmax"``, and ``"exp@64:taylor2-sum"`` ``"Exp within 64, Taylor 2 · sum beyond"``.
     """
     mixed = re.fullmatch(r"([^,@]+)@(\d+):([^,]+)", name)
     if mixed:
         return f"{label(f'{mixed[1]}-identity').partition(' · ')[0]} within {mixed[2]}, {label(mixed[3])} beyond"
     if "," in name:
         return ", then ".join(label(part) for part in name.split(","))
+    times, _, single = name.rpartition("*")
+    if times:
+        return f"{times} {label(single)}"
+    if name in _MIXERS:
+        return _MIXERS[name][0]
     kernel, number, signed, normalizer, extra = _parts(name)
     if (kernel, normalizer) == ("exp", "sum"):
         text = "softmax"
@@ -115,4 +142,4 @@ def contrast(first: str, second: str) -> float:
 
 def all_colours() -> tuple[str, ...]:
     """Every colour a mark can have."""
-    return (_SOFTMAX, _OTHER, GUIDE, *_KERNELS.values(), *_ORDERS)
+    return (_SOFTMAX, _OTHER, GUIDE, *_KERNELS.values(), *(colour for _, colour in _MIXERS.values()), *_ORDERS)

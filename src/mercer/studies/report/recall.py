@@ -29,12 +29,12 @@ def build(record: RecallRecord) -> Page:
             "dimensions than there are pairs. The prediction is the theory of such a memory for random keys and "
             "values, with as many heads as the last layer has, at the sharpness that suits it best. Training may "
             "find better keys than random ones; and it has to find the way to use the memory at all.",
-            (*_prediction(record), _capacities(record)),
+            (*_prediction(record), *([_capacities(record)] if record.capacities else ())),
         ),
     )
     return Page(
         title="How much can an attention remember?",
-        summary=f"Multi-query associative recall with {len({s.attention for s in record.summaries})} attentions and "
+        summary=f"Multi-query associative recall with {len({s.attention for s in record.summaries})} models and "
         f"up to {max(record.task.pairs)} pairs; accuracy of the best learning rate, beside what the "
         "theory of associative memories predicts.",
         facts=(
@@ -132,7 +132,7 @@ def _table(record: RecallRecord) -> Table:
             Cell(str(s.dim)),
             Cell(str(s.pairs)),
             Cell(_percent(s)),
-            Cell(f"{100 * s.predicted:.1f} %"),
+            Cell(numbers.MISSING if s.predicted is None else f"{100 * s.predicted:.1f} %"),
             Cell(numbers.size(s.state_bytes)),
             Cell(numbers.MISSING if s.learning_rate is None else f"{s.learning_rate:g}"),
         )
@@ -192,7 +192,7 @@ def _prediction(record: RecallRecord) -> list[Figure]:
         y_axis=dict(_SHARE),
     )
     for name in _names(record):
-        chosen = [s for dim in _widths(record) for s in _series(record, name, dim)]
+        chosen = [s for dim in _widths(record) for s in _series(record, name, dim) if s.predicted is not None]
         if chosen:
             plot.line(
                 label(name),
@@ -216,8 +216,8 @@ def _prediction(record: RecallRecord) -> list[Figure]:
             "layer": "below",
         }
     )
-    above = sum(1 for s in record.summaries if s.accuracy and s.accuracy.mean > s.predicted)
-    total = sum(1 for s in record.summaries if s.accuracy)
+    told = [(s.accuracy.mean, s.predicted) for s in record.summaries if s.accuracy and s.predicted is not None]
+    above, total = sum(1 for found, predicted in told if found > predicted), len(told)
     return [
         plot.figure(
             "prediction",
