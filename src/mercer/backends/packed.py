@@ -2,15 +2,15 @@
 
 Reading the weights is what such a product costs, so they stand in the order in which they are read, in the dtype that
 was asked for: float32, bfloat16, int8 (a factor for each row and 32 columns, w = d q) or int4 (a factor and a least
-value, w = d q + m). Inputs and sums are float32. Products with many inputs take panels of plain weights instead, which
-are made from the packed ones on the way.
+value, w = d q + m). Inputs and sums are float32. Products with many inputs are arithmetic and not reading: they take
+plain weights, which are made from the packed ones on the way, and torch multiplies them.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ GROUP = 32
 LANES = 16
 FEW = 32
 """Inputs up to which the packed weights are multiplied as they are."""
-PANEL = 1 << 22
-"""Bytes of plain weights that are made at a time, small enough for a cache."""
+PANEL = 1 << 25
+"""Bytes of plain weights that are made at a time at most: the matrices of a layer are whole, those of scores are cut."""
 AT_ONCE = 1 << 23
 """Numbers that are packed at a time."""
 
@@ -73,10 +73,7 @@ class Packed:
 
     def plain(self) -> Tensor:
         """The matrix as float32 ``[rows, columns]``: what products with it multiply."""
-        out = torch.empty(self.columns, LANES * self.tiles)
-        for start, stop in _panels(self.tiles, 4 * LANES * self.width):
-            out[:, LANES * start : LANES * stop] = self._panel(start, stop, torch.float32)[: self.columns]
-        return self._in_order(out).t().contiguous()
+        return torch.cat([panel.t() for panel in self.panels(torch.float32)])
 
     def rows_of(self, index: Tensor) -> Tensor:
         """Rows as float32, ``[*index.shape, columns]``; not of a paired matrix. They must be there."""
@@ -90,15 +87,21 @@ class Packed:
         )  # fmt: skip
         return out[:, : self.columns].reshape(*index.shape, self.columns)
 
-    def times(self, x: Tensor) -> Tensor:
-        """x ``[n, columns]`` times the transposed matrix, ``[n, rows]`` float32 (in the order of the rows).
+    def multiplied(self, dtype: torch.dtype) -> torch.dtype:
+        """What many inputs of a dtype are multiplied in: bfloat16 if they or the weights are of fewer bits than
+        float32 (sums are float32), as products of such tensors are everywhere.
+        """
+        return torch.float32 if self.kind == "float32" and dtype == torch.float32 else torch.bfloat16
 
-        More than `FEW` inputs are multiplied in bfloat16 if x or the weights are of fewer bits than float32 (and sums
-        are float32), as products of such tensors are everywhere.
+    def times(self, x: Tensor) -> Tensor:
+        """x ``[n, columns]`` times the transposed matrix, ``[n, rows]`` (in the order of the rows): float32 for up to
+        `FEW` inputs, and for more of them as they are `multiplied`.
         """
         n = len(x)
         if n > FEW:
-            return self._times_many(x)
+            x = x.to(self.multiplied(x.dtype))
+            parts = [torch.mm(x, panel) for panel in self.panels(x.dtype)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         from mercer.backends import packed_kernels as kernels
 
         if n == 0:
@@ -120,30 +123,32 @@ class Packed:
         share(self.tiles, part)
         return self._in_order(out[:n])
 
-    def _times_many(self, x: Tensor) -> Tensor:
-        dtype = torch.float32 if self.kind == "float32" and x.dtype == torch.float32 else torch.bfloat16
-        x = x.to(dtype)
-        out = torch.empty(len(x), LANES * self.tiles)
-        for start, stop in _panels(self.tiles, dtype.itemsize * LANES * self.width):
-            panel, to = self._panel(start, stop, dtype)[: self.columns], out[:, LANES * start : LANES * stop]
-            if dtype == torch.float32:
-                torch.mm(x, panel, out=to)
-            else:
-                to.copy_(x @ panel)
-        return self._in_order(out)
+    def panels(self, dtype: torch.dtype, size: int = PANEL) -> Iterator[Tensor]:
+        """The transposed matrix as float32 or bfloat16 in runs of rows, ``[columns, n]`` of about `size` bytes each, or
+        in as few as there can be for 0; none has rows of both halves of a pair.
+        """
+        halves = 2 if self.paired else 1
+        tiles, rows = self.tiles // halves, self.rows // halves
+        step = max(size // (dtype.itemsize * LANES * self.width), 1) if size else tiles
+        for half in range(halves):
+            for start in range(0, tiles, step):
+                stop = min(start + step, tiles)
+                panel = self._panel(half + start * halves, halves, stop - start, dtype)
+                yield panel[: self.columns, : rows - LANES * start]
 
-    def _panel(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Tiles as a plain transposed matrix ``[width, 16 (stop - start)]``."""
+    def _panel(self, first: int, step: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Tiles first, first + step, ... as a plain transposed matrix ``[width, 16 count]``."""
         from mercer.backends import packed_kernels as kernels
 
-        out = torch.empty(self.width, LANES * (stop - start), dtype=dtype)
-        run, stride = kernels.columns(self.number, int(dtype == torch.bfloat16)), out.shape[1] * out.element_size()
+        out = torch.empty(self.width, LANES * count, dtype=dtype)
+        run, size = kernels.columns(self.number, int(dtype == torch.bfloat16)), out.element_size()
 
-        def part(_thread: int, first: int, last: int) -> None:
-            to = out.data_ptr() + first * LANES * out.element_size()
-            run(self.data.data_ptr(), self.units, to, stride, start + first, start + last)
+        def part(_thread: int, start: int, stop: int) -> None:
+            at = self.data.data_ptr() + (first + start * step) * self.tile_bytes
+            to = out.data_ptr() + start * LANES * size
+            run(at, step * self.tile_bytes, self.units, to, out.shape[1] * size, stop - start)
 
-        share(stop - start, part)
+        share(count, part)
         return out
 
     def _in_order(self, out: Tensor) -> Tensor:
@@ -242,12 +247,6 @@ def _divisor(factor: Tensor) -> Tensor:
 def _per_unit(x: Tensor, units: int) -> Tensor:
     """[tiles, 16, 2 units] float16 as the bytes at the head of each unit."""
     return x.view(len(x), LANES, units, 2).permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.uint8)
-
-
-def _panels(tiles: int, size: int) -> list[tuple[int, int]]:
-    """Runs of tiles whose plain weights, `size` bytes a tile, fill a panel."""
-    step = max(PANEL // size, 1)
-    return list(pairwise([*range(0, tiles, step), tiles]))
 
 
 def _memory(size: int) -> Tensor:

@@ -50,21 +50,21 @@ def _products(name: str, kind: int, rows: int, unit: int) -> Any:
 
 @lru_cache
 def columns(kind: int, half: int) -> Any:
-    """run(weights, units, out, stride, start, stop): the columns of tiles start..stop - 1 as rows of a plain matrix
-    [columns, 16 (stop - start)], float32, or bfloat16 if `half`; its rows are `stride` bytes apart.
+    """run(weights, pitch, units, out, stride, count): the columns of `count` tiles, `pitch` bytes apart, as rows of a
+    plain matrix [columns, 16 count], float32, or bfloat16 if `half`; its rows are `stride` bytes apart.
     """
-    return _columns(stamp(), kind, half, UNIT[kind])
+    return _columns(stamp(), kind, half)
 
 
-def _columns(name: str, kind: int, half: int, unit: int) -> Any:
+def _columns(name: str, kind: int, half: int) -> Any:
     width = 32 if half else 64
 
     @njit(types.void(*[Whole] * 6), nogil=True, cache=True)
-    def run(weights: int, units: int, out: int, stride: int, start: int, stop: int) -> None:
+    def run(weights: int, pitch: int, units: int, out: int, stride: int, count: int) -> None:
         if not len(name):
             return
-        for tile in range(start, stop):
-            tile_columns(kind, half, weights + tile * units * unit, units, out + (tile - start) * width, stride)
+        for tile in range(count):
+            tile_columns(kind, half, weights + tile * pitch, units, out + tile * width, stride)
 
     return run
 

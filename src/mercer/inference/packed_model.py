@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mercer.backends.packed import Packed, pack
+from mercer.backends.packed import FEW, Packed, pack
 from mercer.errors import Unsupported
 from mercer.nn.activations import ACTIVATIONS, GATED
 from mercer.nn.experts import Experts
@@ -18,6 +18,9 @@ from mercer.nn.projection import FusedLinear
 
 if TYPE_CHECKING:
     from mercer.models.decoder import DecoderLM
+
+AT_ONCE = 512
+"""Inputs of a gated feed-forward that are multiplied at a time, of more than `FEW`."""
 
 
 class PackedLinear(nn.Module):
@@ -44,11 +47,26 @@ class PackedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        h = self.input(x)
         if self.kind not in GATED:
-            return self.output(ACTIVATIONS[self.kind].apply(h))
-        gate, value = h.chunk(2, -1)
+            return self.output(ACTIVATIONS[self.kind].apply(self.input(x)))
+        if x.shape[:-1].numel() > FEW:
+            return self.output(self._gated(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1))
+        gate, value = self.input(x).chunk(2, -1)
         return self.output(ACTIVATIONS[GATED[self.kind]].apply(gate).mul_(value))
+
+    def _gated(self, x: Tensor) -> Tensor:
+        """What the output multiplies for many inputs, some of them at a time: gate and value stay in a cache."""
+        weight, bias, activation = self.input.weight, self.input.bias, ACTIVATIONS[GATED[self.kind]]
+        x = x.to(weight.multiplied(x.dtype))
+        matrices = list(weight.panels(x.dtype, 0))
+        out = x.new_empty(len(x), weight.rows // 2)
+        for rows, to in zip(x.split(AT_ONCE), out.split(AT_ONCE), strict=True):
+            gate, value = (torch.mm(rows, matrix) for matrix in matrices)
+            if bias is not None:
+                for part, own in zip((gate, value), bias.chunk(2), strict=True):
+                    part.add_(own)
+            torch.mul(activation.apply(gate), value, out=to)
+        return out
 
 
 class PackedExperts(Experts):
