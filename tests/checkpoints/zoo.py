@@ -29,6 +29,19 @@ def _gpt2_like(**changes: Any) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | changes
 
 
+def _mamba2_like(**changes: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 1,
+        "chunk_size": 16,
+    } | changes
+
+
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -84,6 +97,13 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJForCausalLM", _gpt2_like(rotary_dim=4)),
     "gpt_neox": ("GPTNeoXForCausalLM", _llama_like()),
     "gpt_neox, in sequence": ("GPTNeoXForCausalLM", _llama_like(use_parallel_residual=False, attention_bias=False)),
+    "mamba2": ("Mamba2ForCausalLM", _mamba2_like()),
+    "mamba2, groups": (
+        "Mamba2ForCausalLM",
+        _mamba2_like(
+            n_groups=2, use_bias=True, use_conv_bias=False, tie_word_embeddings=True, time_step_limit=[0.02, 0.5]
+        ),
+    ),
 }
 """Decoder language models: of each name the class and its configuration."""
 
