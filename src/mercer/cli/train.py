@@ -58,7 +58,9 @@ def train(
     attention: Annotated[
         str | None,
         _option(
-            "Kernel-normaliser, or a pattern over the layers: 'taylor4-l2', 'elu-sum,softmax' ('softmax').", "Model"
+            "Kernel-normaliser, a recurrent mixer, or a pattern over the layers: 'taylor4-l2', 'mamba', "
+            "'7*mamba,softmax' ('softmax').",
+            "Model",
         ),
     ] = None,
     gain: Annotated[
@@ -165,9 +167,6 @@ def _run(plan: dict[str, Any], given: dict[str, Any], out: Path, cache: Path) ->
         torch.set_num_threads(given["threads"])
     recipe = TrainConfig(**plan.get("train", {}) | {k: v for k, v in given.items() if k in TrainConfig.model_fields})
     model = plan.get("model", {}) | {k: v for k, v in given.items() if k in ModelConfig.model_fields}
-    if "attention" in given:
-        names = [name.strip() for name in given["attention"].split(",")]
-        model["attention"] = names if len(names) > 1 else names[0]
     if "structure" in given:
         structures = split_structures(given["structure"])
         model["structure"] = structures if len(structures) > 1 else structures[0]

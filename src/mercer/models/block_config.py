@@ -25,6 +25,15 @@ def as_pattern(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def as_layers(value: Any) -> Any:
+    """A pattern of layers, as text or as a list, as the tuple of its names."""
+    if isinstance(value, str) and ("," in value or "*" in value):
+        from mercer.models.layer_names import expand
+
+        return expand(value)
+    return as_pattern(value)
+
+
 def block_attention(name: str, structure: "Structure") -> "tuple[Kernel, Normalizer]":
     """Kernel and normaliser of an attention that a model whose tokens see each other by `structure` can be made of.
 
@@ -81,11 +90,12 @@ class BlockConfig(BaseModel):
     """Key and value heads, a divisor of `heads`; None: as many as `heads`."""
     head_dim: Positive | None = None
     """Channels of a head; None: dim / heads."""
-    attention: Annotated[str | tuple[str, ...], BeforeValidator(as_pattern)] = "softmax"
+    attention: Annotated[str | tuple[str, ...], BeforeValidator(as_layers)] = "softmax"
     """Kernel and normaliser by name ("softmax", "exp-l2", "taylor4-l2", "elu-sum", ...), or a pattern of names that is
-    repeated over the layers: ["elu-sum", "elu-sum", "elu-sum", "softmax"] makes every fourth layer softmax. At most as
-    many names as layers, each of an attention that can be computed (not "taylor3-sum", whose denominator may be 0). In
-    decoders a name may also be that of a mixer ("mamba", "rwkv7", ...; `mercer.mixers.names`)."""
+    repeated over the layers: ["elu-sum", "elu-sum", "elu-sum", "softmax"] makes every fourth layer softmax, and so
+    does "3*elu-sum,softmax". At most as many names as layers, each of an attention that can be computed (not
+    "taylor3-sum", whose denominator may be 0). In decoders a name may also be that of a mixer ("mamba", "rwkv7", ...;
+    `mercer.mixers.names`)."""
     gain: Literal["none", "head", "channel"] = "none"
     """Learned gain on the output of the layers whose normaliser is L2, RMS or layernorm; at least one must be."""
     gain_init: float | None = None

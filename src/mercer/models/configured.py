@@ -8,6 +8,7 @@ from torch import nn
 
 from mercer.errors import InvalidArgument
 from mercer.mixers.names import is_mixer
+from mercer.models.block_config import as_layers
 
 
 class ConfiguredModel(nn.Module):
@@ -39,6 +40,7 @@ class ConfiguredModel(nn.Module):
     def _swapped(self, attention: str | Sequence[str]) -> str | tuple[str, ...]:
         """The names of a swap, checked against the layers that are mixers."""
         old: tuple[str, ...] = self.config.attentions
+        attention = as_layers(attention)
         mixers = [is_mixer(name) for name in old]
         if isinstance(attention, str):
             if all(mixers):

@@ -11,7 +11,8 @@ from mercer.core.normalizers import L2, RMS, Standardize, Sum
 from mercer.errors import InvalidArgument
 from mercer.mixers.names import is_mixer
 from mercer.models.config import causal_attention
-from mercer.studies.layers import names_of, parse_pattern
+from mercer.models.layer_names import expand
+from mercer.studies.layers import parse_pattern
 from mercer.studies.records.orders import Arm, Family
 
 GAIN_INIT = 0.1
@@ -30,7 +31,7 @@ def parse_arm(name: str, layers: int | None = None) -> Arm:
     """
     base, plus, extra = name.partition("+")
     written = parse_pattern(base, layers)
-    if is_mixer(written) or len(names_of(written)) > 1:
+    if is_mixer(written) or len(expand(written)) > 1:
         if plus:
             raise InvalidArgument(
                 f"attention {name!r}: a gain is for one attention in all layers, as in 'exp-l2+gain'."

@@ -11,12 +11,12 @@ import torch
 from mercer.errors import NonFinite
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
+from mercer.models.layer_names import expand
 from mercer.runtime.device import find_device
 from mercer.runtime.words import count
 from mercer.studies.arms import parse_arms
 from mercer.studies.calibration import seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
-from mercer.studies.layers import names_of
 from mercer.studies.on_text import corpus_record, curve, read_text, shown, tokens_per_second, training_step
 from mercer.studies.orders_summary import MARGIN, ONE_SEED, conclude, summarize
 from mercer.studies.progress import StudyProgress
@@ -161,7 +161,7 @@ class _Study(Study[tuple[Arm, int], OrdersTrial]):
 
     def _model(self, arm: Arm, seed: int, vocabulary: int | None = None) -> ModelConfig:
         gain = {} if arm.gain_init is None else {"gain": "head", "gain_init": arm.gain_init}
-        names = names_of(arm.attention)
+        names = expand(arm.attention)
         return ModelConfig(
             **MODEL, **gain, layers=self.layers, vocab_size=vocabulary or self.corpus.vocabulary.size, seed=seed,
             attention=names[0] if len(names) == 1 else names, max_length=TRAINING["length"],

@@ -9,11 +9,12 @@ from pathlib import Path
 from mercer.errors import NonFinite
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
+from mercer.models.layer_names import expand
 from mercer.runtime.device import find_device
 from mercer.runtime.words import count
 from mercer.studies.calibration import seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
-from mercer.studies.layers import names_of, parse_pattern
+from mercer.studies.layers import parse_pattern
 from mercer.studies.mqar import Recall
 from mercer.studies.progress import StudyProgress
 from mercer.studies.recall_summary import capacities, conclude, summarize
@@ -155,7 +156,7 @@ class _Study(Study[Part, RecallTrial]):
         return seconds_per_step(round_of_tasks) / size
 
     def _setting(self, name: str, dim: int, rate: float, seed: int, steps: int) -> Setting:
-        plan, names = self.plan, names_of(name)
+        plan, names = self.plan, expand(name)
         model = ModelConfig(
             **MODEL, layers=self.layers, vocab_size=plan.vocabulary, dim=dim, heads=plan.heads, seed=seed,
             attention=names[0] if len(names) == 1 else names, max_length=plan.length_per_pair * max(plan.pairs),

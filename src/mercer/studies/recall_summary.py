@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from mercer.core.names import parse_attention
 from mercer.mixers.names import is_mixer
-from mercer.studies.layers import finite_attention, layers_of, names_of
+from mercer.models.layer_names import expand
+from mercer.studies.layers import finite_attention, layers_of
 from mercer.studies.recall_memory import best_overlaps, half_point, predicted_recall, state_bytes
 from mercer.studies.records.common import Finding, Verdict
 from mercer.studies.records.recall import Capacity, RecallSummary, RecallTask, RecallTrial
@@ -60,7 +61,7 @@ def capacities(summaries: Sequence[RecallSummary], heads: int, head_dims: dict[i
         if not chosen:
             continue
         pairs = [s.pairs for s in chosen]
-        last = names_of(attention)[-1]
+        last = expand(attention)[-1]
         if is_mixer(last):
             continue  # what its state holds of random keys, no formula here says
         many = [2**power for power in range(1, 21)]
@@ -144,9 +145,7 @@ def _ranks(known: Sequence[RecallSummary]) -> list[Finding]:
 
 
 def _reached(known: Sequence[RecallSummary]) -> list[Finding]:
-    finite = [
-        (s, s.predicted) for s in known if s.predicted is not None and finite_attention(names_of(s.attention)[-1])
-    ]
+    finite = [(s, s.predicted) for s in known if s.predicted is not None and finite_attention(expand(s.attention)[-1])]
     if not finite:
         return []
     above = [s for s, predicted in finite if _accuracy(s) > predicted + CLOSE]
@@ -197,7 +196,7 @@ def _bought(known: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
     have = {(s.attention, s.dim): s for s in known if s.pairs == largest}
     found: list[Finding] = []
     for (attention, dim), mixed in have.items():
-        names = names_of(attention)
+        names = expand(attention)
         others = set(names) - {"softmax"}
         plain = have.get((next(iter(others)), dim)) if len(others) == 1 and "softmax" in names else None
         if plain is None:
