@@ -27,6 +27,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gated-deltanet": ("gated-deltanet", {}),
     "gated-deltanet, twice": ("gated-deltanet", {"twice": True, "heads": 4, "value_expand": 1.0}),
     "rg-lru": ("rg-lru", {}),
+    "rwkv4": ("rwkv4", {}),
+    "rwkv4, wide": ("rwkv4", {"width": 24}),
+    "rwkv5": ("rwkv5", {}),
+    "rwkv6": ("rwkv6", {"mix_rank": 3, "decay_rank": 4}),
+    "rwkv7": ("rwkv7", {"decay_rank": 4, "rate_rank": 3, "value_rank": 2, "gate_rank": 5}),
     "rg-lru, wide": ("rg-lru", {"width": 24, "blocks": 3, "conv": 2, "bias": False}),
 }
 """Of each case the mixer's name and its options."""

@@ -19,9 +19,16 @@ _HOMES: dict[str, tuple[str, str]] = {
     "deltanet": ("deltanet_config", "DeltaNetConfig"),
     "gated-deltanet": ("gated_deltanet_config", "GatedDeltaNetConfig"),
     "rg-lru": ("rg_lru_config", "RGLRUConfig"),
+    "rwkv4": ("rwkv4_config", "RWKV4Config"),
+    "rwkv5": ("rwkv5_config", "RWKV5Config"),
+    "rwkv6": ("rwkv6_config", "RWKV6Config"),
+    "rwkv7": ("rwkv7_config", "RWKV7Config"),
 }
 """Of each name the module of `mercer.mixers` and its class of options."""
-CHANNEL_MIXING: dict[str, tuple[str, str]] = {}
+CHANNEL_MIXING: dict[str, tuple[str, str]] = {
+    "rwkv4": ("channel_mixing", "ChannelMixing"),
+    "rwkv7": ("channel_mixing", "UngatedChannelMixing"),
+}
 """Feed-forwards that are mixers themselves: of each kind the module of `mercer.mixers` and the class, made with (dim,
 hidden or None, layer=, layers=)."""
 
