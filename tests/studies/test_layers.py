@@ -8,9 +8,10 @@ import torch
 
 from mercer.errors import InvalidArgument
 from mercer.mixers.names import mixer_config, mixer_names
+from mercer.models.layer_names import expand
 from mercer.studies import recall
 from mercer.studies.arms import parse_arm
-from mercer.studies.layers import layers_of, names_of, parse_pattern
+from mercer.studies.layers import layers_of, parse_pattern
 from mercer.studies.recall_memory import mixer_bytes, predicted_recall
 from mercer.studies.records import RecallRecord, read_record
 from mercer.studies.report.marks import label, mark
@@ -20,7 +21,7 @@ def test_a_pattern_is_written_in_one_way():
     assert parse_pattern(" mamba2, mamba2,linear ", 3) == "2*mamba2,elu-sum"
     assert parse_pattern("2*softmax", 2) == "softmax"
     assert parse_pattern("exp-sum") == "softmax"
-    assert names_of("2*mamba2,softmax") == ("mamba2", "mamba2", "softmax")
+    assert expand("2*mamba2,softmax") == ("mamba2", "mamba2", "softmax")
     assert layers_of("mamba2,softmax", 5) == ("mamba2", "softmax", "mamba2", "softmax", "mamba2")
 
 
