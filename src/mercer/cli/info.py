@@ -6,7 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-CONTEXTS = (256, 1024, 4096, 16384, 65536)
+from mercer.cli.describe import CONTEXTS
+
+STATES = {"features": "features", "pairs": "cache", "mixer": "fixed", None: "none"}
+"""What each kind of state is called."""
 UNLIMITED = 10_000
 """Columns where no terminal limits them: what is piped to a file is whole."""
 
@@ -17,12 +20,19 @@ def register(app: typer.Typer) -> None:
 
 def info(
     run: Annotated[
-        Path, typer.Argument(help="A run, one checkpoint of it, a model's folder of the hub's format, or a GGUF file.")
+        Path,
+        typer.Argument(
+            help="A run, one checkpoint of it, a model's folder of the hub's format, a GGUF file, or owner/name on the "
+            "hub."
+        ),
     ],
     checkpoint: Annotated[str, typer.Option(help="Of a run: last, best (held-out loss) or a step.")] = "last",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the model, its attention layer by layer, the bytes of its states against context, and the last metrics."""
+    """Print the model, its attention layer by layer, the bytes of its states against context, and the last metrics.
+
+    Every model that can be read will do: language models, encoders of texts and images, encoder-decoders.
+    """
     facts = describe(run, checkpoint)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -32,31 +42,13 @@ def info(
 
 def describe(run: Path, checkpoint: str = "last") -> dict[str, Any]:
     """Everything that `mercer info` prints, as JSON values."""
-    from mercer.cli.locate import open_model
+    from mercer.cli.describe import facts_of
+    from mercer.cli.locate import open_any
     from mercer.runtime.files import read_json
     from mercer.training.checkpoint import folders, step_of
     from mercer.training.metrics import read_metrics
 
-    opened = open_model(str(run), checkpoint)
-    model = opened.model
-    facts: dict[str, Any] = {
-        "folder": str(opened.folder),
-        "family": opened.family,
-        "model": model.config.model_dump(mode="json"),
-        "parameters": model.parameter_count,
-        "layers": [
-            _layer(name, structure, block.attention, model.relative)
-            for name, structure, block in zip(
-                model.config.attentions, model.config.structures, model.blocks, strict=True
-            )
-        ],
-    }
-    whole = all(layer["state_bytes"] is not None for layer in facts["layers"])
-    facts["state_bytes"] = (
-        {str(context): sum(layer["state_bytes"][str(context)] for layer in facts["layers"]) for context in CONTEXTS}
-        if whole
-        else None
-    )
+    facts = facts_of(open_any(str(run), checkpoint))
     if (run / "run.json").exists():
         record = read_json(run / "run.json")
         events = read_metrics(run)
@@ -67,46 +59,6 @@ def describe(run: Path, checkpoint: str = "last") -> dict[str, Any]:
         for kind in ("train", "eval"):
             facts[f"last_{kind}"] = next((event for event in reversed(events) if event["event"] == kind), None)
     return facts
-
-
-def _layer(name: str, structure: str, attention: Any, relative: Any) -> dict[str, Any]:
-    """An attention layer's names and the bytes of the state that one sequence leaves in it; None without a state."""
-    import torch
-
-    from mercer.core.cost import cache_bytes
-    from mercer.core.merged import merge
-    from mercer.core.support import Sizes
-    from mercer.models.visibility import ending
-    from mercer.ops import plan
-
-    names = {"attention": name, "structure": structure}
-    if ending(attention.structure) is not None:
-        return names | {"state": None, "state_bytes": None}
-    merged = merge(attention.structure)
-    if merged.patterns:  # a cache, whatever the kernel; a plan would lay out the tiles of every context for the same
-        heads, size = (attention.heads, attention.kv_heads), attention.head_dim
-        bytes_ = {str(n): cache_bytes(merged, Sizes(1, *heads, n, n, size, size)) for n in CONTEXTS}
-        return names | {"state": "pairs", "state_bytes": bytes_}
-    by_length = attention.rotary is not None and attention.rotary.by_length  # keeps keys, to turn them anew
-    sizes = {}
-    for context in CONTEXTS:
-        q, k = (
-            torch.empty(1, heads, context, attention.head_dim, device="meta")
-            for heads in (attention.heads, attention.kv_heads)
-        )
-        chosen = plan(
-            q,
-            k,
-            k,
-            kernel=attention.kernel,
-            normalizer=attention.normalizer,
-            structure=attention.structure if relative is None else attention.structure & relative(),
-            return_state=True,
-            form=attention.form,
-            path="pairs" if by_length else attention.path,
-        )
-        sizes[str(context)] = chosen.state_bytes
-    return names | {"state": chosen.path, "state_bytes": sizes}
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -120,20 +72,12 @@ def _print(facts: dict[str, Any]) -> None:
         console.width = UNLIMITED
     family = "" if facts["family"] == "mercer" else f"{facts['family']}, "
     console.print(f"{facts['folder']}: {family}{facts['parameters']:,} parameters")
-    contexts = (f"{context:,}" for context in CONTEXTS)
-    sparse = any(layer["structure"] != "causal" for layer in facts["layers"])
-    head = ("attention", "structure") if sparse else ("attention",)
-    table = Table("layer", *head, "state", *contexts, title="Size of state against tokens of context")
-    for number, layer in enumerate(facts["layers"], 1):
-        kind = {"features": "features", "pairs": "cache", None: "none"}[layer["state"]]
-        table.add_row(str(number), *(layer[part] for part in head), kind, *_sizes(layer["state_bytes"]))
-    table.add_section()
-    table.add_row("all", *("" for _ in head), "", *_sizes(facts["state_bytes"]))
-    console.print(table)
+    console.print(f"{facts['architecture']} in {_listed(facts['dtypes'])}; {_said(facts)}")
+    console.print(_layers(facts))
     model = Table("model", Column("", overflow="fold"), show_header=True)
     for key, value in facts["model"].items():
         if value is not None:
-            model.add_row(key, ", ".join(value) if isinstance(value, list) else str(value))
+            model.add_row(key, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
     console.print(model)
     if "train" not in facts:
         return
@@ -151,6 +95,49 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(
             f"held out, step {last['step']}: {last['loss']:.4f} nats a token, {last['bits_per_byte']:.4f} bits a byte"
         )
+
+
+def _listed(dtypes: dict[str, int]) -> str:
+    """The dtype, or several with the share of all but the first."""
+    first, *others = dtypes
+    return ", ".join((first, *(f"{name} ({dtypes[name]:,} parameters)" for name in others)))
+
+
+def _said(facts: dict[str, Any]) -> str:
+    """Context and tokenizer in words."""
+    context = (f"{'any number of' if n is None else f'{n:,}'} {what}" for what, n in facts["context"].items())
+    words = [f"context: {', '.join(context)}"]
+    if facts["tokenizer"] is not None:
+        words.append(f"tokenizer: {facts['tokenizer']['tokens']:,} tokens")
+    elif "no_tokenizer" in facts:
+        words.append(f"no tokenizer ({facts['no_tokenizer']})")
+    return "; ".join([*words, *(["with a chat template"] if facts["chat"] else [])])
+
+
+def _layers(facts: dict[str, Any]) -> Any:
+    """A table of the layers, and of what the state of each takes where the model has states."""
+    from rich.table import Table
+
+    layers = facts["layers"]
+    states = any("state" in layer for layer in layers)
+    sparse = any(layer["structure"] != "causal" for layer in layers)
+    head = (*(("part",) if "part" in layers[0] else ()), "attention", *(("structure",) if sparse else ()))
+    if not states:
+        table = Table("layer", *head)
+        for number, layer in enumerate(layers, 1):
+            table.add_row(str(number), *(layer[part] for part in head))
+        return table
+    contexts = (f"{context:,}" for context in CONTEXTS)
+    title = "Size of state against tokens of context"
+    table = Table(
+        "layer", *head, "state", *contexts, title=f"{title}, without that of the source" if "part" in head else title
+    )
+    for number, layer in enumerate(layers, 1):
+        kind = STATES[layer.get("state")]
+        table.add_row(str(number), *(layer[part] for part in head), kind, *_sizes(layer.get("state_bytes")))
+    table.add_section()
+    table.add_row("all", *("" for _ in head), "", *_sizes(facts["state_bytes"]))
+    return table
 
 
 def _sizes(sizes: dict[str, int] | None) -> list[str]:

@@ -61,9 +61,27 @@ def open_model(
         InvalidArgument, StorageError: there is no such model, or it is damaged.
         Unsupported: it is of another kind.
     """
-    from mercer.checkpoints import open_checkpoint
     from mercer.models.decoder import DecoderLM
     from mercer.models.seq2seq import Seq2Seq
+
+    opened = open_any(path, checkpoint, device=device, dtype=dtype, attention=attention)
+    answers = translating and isinstance(opened.model, Seq2Seq) and opened.model.config.source == "tokens"
+    if not isinstance(opened.model, DecoderLM) and not answers:
+        what = "neither continues texts nor answers them" if translating else "does not continue texts; decoders do"
+        raise Unsupported(f"{path} is of the family {opened.family}, which {what}")
+    return opened
+
+
+def open_any(
+    path: str, checkpoint: str = "last", *, device: str = "cpu", dtype: str | None = None, attention: str | None = None
+) -> Checkpoint:
+    """A model of any kind, ready for inference; arguments as for :func:`open_model`.
+
+    Raises:
+        InvalidArgument, StorageError: there is no such model, or it is damaged.
+        Unsupported: it cannot be computed here.
+    """
+    from mercer.checkpoints import open_checkpoint
     from mercer.runtime.device import find_device
 
     where = find_device(device)
@@ -72,10 +90,6 @@ def open_model(
         opened = open_checkpoint(_weights(path, checkpoint), dtype=dtype, device=where, attention=names)
     except InvalidArgument as error:  # of the configuration it can only be the attention that was typed
         raise InvalidArgument(str(error).removeprefix("model configuration: ")) from error
-    answers = translating and isinstance(opened.model, Seq2Seq) and opened.model.config.source == "tokens"
-    if not isinstance(opened.model, DecoderLM) and not answers:
-        what = "neither continues texts nor answers them" if translating else "does not continue texts; decoders do"
-        raise Unsupported(f"{path} is of the family {opened.family}, which {what}")
     opened.model.eval().requires_grad_(False)
     return opened
 
@@ -95,8 +109,11 @@ def _weights(path: str, checkpoint: str) -> str | Path:
 
 
 def _of_the_hub(folder: Path) -> bool:
+    from mercer.checkpoints.ctranslate2_file import is_ctranslate2
     from mercer.runtime.files import read_json
 
+    if is_ctranslate2(folder):
+        return True
     if not (folder / "config.json").exists():
         return False
     values = read_json(folder / "config.json")
