@@ -12,6 +12,9 @@ DIM, HEADS = 16, 2
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "retnet": ("retnet", {}),
     "retnet, rms": ("retnet", {"norm": "rms", "value_expand": 1.0}),
+    "mamba": ("mamba", {"state": 5}),
+    "mamba, norms": ("mamba", {"state": 3, "inner": 20, "rank": 3, "width": 2, "bias": True, "inner_norms": "learned"}),
+    "mamba, plain norms": ("mamba", {"expand": 1, "convolution_bias": False, "inner_norms": "plain"}),
     "mamba2": ("mamba2", {"state": 6, "head_dim": 8}),
     "mamba2, groups": (
         "mamba2",

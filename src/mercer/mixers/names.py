@@ -14,6 +14,7 @@ from mercer.mixers.mixer_config import MixerConfig
 
 _HOMES: dict[str, tuple[str, str]] = {
     "retnet": ("retnet_config", "RetNetConfig"),
+    "mamba": ("mamba_config", "MambaConfig"),
     "mamba2": ("mamba2_config", "Mamba2Config"),
     "gla": ("gla_config", "GLAConfig"),
     "deltanet": ("deltanet_config", "DeltaNetConfig"),

@@ -1,0 +1,119 @@
+"""Mamba: a state-space model whose steps, inputs and outputs are chosen by the token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mercer.errors import InvalidArgument
+from mercer.mixers.base import Mixer
+from mercer.mixers.selective_scan import selective_scan
+from mercer.mixers.short_convolution import ShortConvolution
+from mercer.mixers.steps import draw_step_bias
+from mercer.nn.norms import RMSNorm
+
+
+class Mamba(Mixer):
+    """A selective state-space model of every channel alone,
+
+        [x | z] = W_in u,   x = silu(conv(x)),   [r | B | C] = W_select x,   dt = softplus(W_step r + b_step),
+        h_t[n] = exp(-dt_t exp(log_rate[n])) h_{t-1}[n] + dt_t x_t B_t[n],   o_t = sum_n C_t[n] h_t[n] + skip x_t,
+        y = W_out (o * silu(z))
+
+    with N numbers h, N rates and a skip for each of `inner` channels, and B and C for all of them together.
+
+    dim: channels of u and y. state: N. inner: channels of x and z; default expand dim. rank: numbers r that the steps
+    of all channels are made of; default dim / 16, rounded up. width: of the convolution. bias: in W_in and W_out;
+    convolution_bias: default True.
+
+    inner_norms: RMS norms of r, B and C, "learned" with a weight for each number (Jamba) or "plain" without (Falcon
+    Mamba), with norm_eps; default none.
+
+    At first exp(log_rate[n]) is n + 1 for n from 0, skip 1, softplus(b_step) log-uniform from 0.001 to 0.1, and W_step
+    uniform in +-rank^(-1/2).
+
+    State: the numbers h [B, N, inner], and the last width - 1 inputs of the convolution.
+
+    Source: Gu & Dao 2023, arXiv 2312.00752; Lieber et al. 2024, arXiv 2403.19887, and Zuo et al. 2024, arXiv
+    2410.05355, for the norms.
+    """
+
+    undecayed: ClassVar[tuple[str, ...]] = ("log_rate", "skip")
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        state: int = 16,
+        expand: int = 2,
+        inner: int | None = None,
+        rank: int | None = None,
+        width: int = 4,
+        bias: bool = False,
+        convolution_bias: bool = True,
+        inner_norms: Literal["learned", "plain"] | None = None,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        inner = expand * dim if inner is None else inner
+        rank = math.ceil(dim / 16) if rank is None else rank
+        if inner_norms not in (None, "learned", "plain"):
+            raise InvalidArgument(f"inner_norms must be 'learned', 'plain' or None, got {inner_norms!r}")
+        self.dim, self.inner, self.state, self.rank = dim, inner, state, rank
+        self.inner_norms, self.norm_eps = inner_norms, norm_eps
+        self.input = nn.Linear(dim, 2 * inner, bias=bias)
+        self.convolution = ShortConvolution(inner, width, bias=convolution_bias)
+        self.select = nn.Linear(inner, rank + 2 * state, bias=False)
+        self.step = nn.Linear(rank, inner)
+        self.log_rate = nn.Parameter(torch.empty(inner, state))
+        self.skip = nn.Parameter(torch.empty(inner))
+        learned = inner_norms == "learned"
+        self.step_norm = RMSNorm(rank, eps=norm_eps) if learned else None
+        self.write_norm = RMSNorm(state, eps=norm_eps) if learned else None
+        self.read_norm = RMSNorm(state, eps=norm_eps) if learned else None
+        self.output = nn.Linear(inner, dim, bias=bias)
+        self.start()
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator | None = None) -> None:
+        """Rates and time steps as in the paper."""
+        self.log_rate.copy_(torch.arange(1, self.state + 1, dtype=torch.float32).log().expand(self.inner, -1))
+        self.skip.fill_(1.0)
+        self.step.weight.uniform_(-(self.rank**-0.5), self.rank**-0.5, generator=generator)
+        draw_step_bias(self.step.bias, generator)
+
+    @property
+    def kind(self) -> str:
+        return f"mamba({self.dim}, state={self.state}, inner={self.inner}, width={self.convolution.width})"
+
+    def mix(
+        self, x: Tensor, lengths: Tensor | None, past: Mapping[str, Tensor] | None, *carried: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs, gate = self.input(x).chunk(2, -1)
+        convolved, tail = self.convolution(inputs, lengths, None if past is None else past["tail"])
+        step, write, read = self.select(convolved).split((self.rank, self.state, self.state), -1)
+        if self.inner_norms == "plain":
+            step, write, read = (
+                nn.functional.rms_norm(v, v.shape[-1:], eps=self.norm_eps) for v in (step, write, read)
+            )
+        elif self.step_norm is not None and self.write_norm is not None and self.read_norm is not None:
+            step, write, read = self.step_norm(step), self.write_norm(write), self.read_norm(read)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mixed, sums = selective_scan(
+            convolved,
+            nn.functional.linear(step, self.step.weight),
+            -self.log_rate.to(wide).exp(),
+            write,
+            read,
+            skip=self.skip,
+            gate=gate,
+            bias=self.step.bias,
+            softplus=True,
+            state=None if past is None else past["sums"],
+            lengths=lengths,
+        )
+        return self.output(mixed), {"sums": sums, "tail": tail}

@@ -1,0 +1,52 @@
+"""The options of Mamba."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from mercer.mixers.mixer_config import MixerConfig
+
+if TYPE_CHECKING:
+    from mercer.mixers.mamba import Mamba
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class MambaConfig(MixerConfig):
+    """Mamba (Gu & Dao 2023, arXiv 2312.00752): see `mercer.mixers.mamba.Mamba`. It has no heads."""
+
+    state: Positive = 16
+    """Numbers that each channel remembers, N."""
+    expand: Positive = 2
+    """Channels inside, in multiples of the model's."""
+    inner: Positive | None = None
+    """Channels inside, in place of `expand`."""
+    rank: Positive | None = None
+    """Numbers that the time steps of all channels are made of; None: a sixteenth of the model's channels, rounded
+    up."""
+    width: Positive = 4
+    """Of the short convolution."""
+    bias: bool = False
+    """Biases in the first and the last linear layer."""
+    convolution_bias: bool = True
+    inner_norms: Literal["learned", "plain"] | None = None
+    """RMS norms of what steps are made of, of B and of C: with weights, without, or none."""
+    norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+
+    def build(self, dim: int, heads: int, *, layer: int, layers: int) -> Mamba:
+        from mercer.mixers.mamba import Mamba
+
+        return Mamba(
+            dim,
+            state=self.state,
+            expand=self.expand,
+            inner=self.inner,
+            rank=self.rank,
+            width=self.width,
+            bias=self.bias,
+            convolution_bias=self.convolution_bias,
+            inner_norms=self.inner_norms,
+            norm_eps=self.norm_eps,
+        )
