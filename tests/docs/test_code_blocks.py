@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
         "docs/distributed.md",
         "docs/engine.md",
         "docs/generation.md",
+        "docs/mixers.md",
         "docs/normalizers.md",
         "docs/positions.md",
         "docs/states.md",
