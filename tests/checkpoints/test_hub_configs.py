@@ -47,6 +47,9 @@ def test_every_key_is_used_or_left_aside(name):
         ("pythia-70m", {"add_cross_attention": True}, "add_cross_attention is True, and only False"),
         ("bigbird-roberta-base", {"position_embedding_type": "relative_key"}, "'relative_key', and only 'absolute'"),
         ("esm2_t6_8M_UR50D", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "esm has none"),
+        ("mamba-130m", {"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg is .*, and only {} can be computed"),
+        ("mamba-130m", {"time_step_rank": "half"}, "time_step_rank is 'half', and only 'auto' or a number"),
+        ("falcon-mamba-7b", {"ssm_cfg": {}}, "keys that are not known, ssm_cfg"),
         ("Mamba-Codestral-7B-v0.1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu'"),
         ("Mamba-Codestral-7B-v0.1", {"num_heads": 4}, "4 heads of 8 channels, expand 2 of 32 and an intermediate_size"),
         ("Mamba-Codestral-7B-v0.1", {"time_step_limit": [0.1]}, r"time_step_limit is \[0.1\], not two numbers"),
@@ -120,6 +123,8 @@ def as_old_files_are(name, path):
     elif name.startswith("esm2"):
         tensors["esm.embeddings.position_embeddings.weight"] = torch.ones(66, 32)
         tensors["esm.contact_head.regression.weight"] = torch.ones(1, 8)
+    elif name == "mamba-130m":
+        tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
     else:
         return
     save_file(tensors, path)

@@ -29,6 +29,10 @@ def _gpt2_like(**changes: Any) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | changes
 
 
+def _mamba_like(**changes: Any) -> dict[str, Any]:
+    return {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8} | changes
+
+
 def _mamba2_like(**changes: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
@@ -97,6 +101,14 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJForCausalLM", _gpt2_like(rotary_dim=4)),
     "gpt_neox": ("GPTNeoXForCausalLM", _llama_like()),
     "gpt_neox, in sequence": ("GPTNeoXForCausalLM", _llama_like(use_parallel_residual=False, attention_bias=False)),
+    "mamba": ("MambaForCausalLM", _mamba_like()),
+    "mamba, biased": (
+        "MambaForCausalLM",
+        _mamba_like(
+            expand=3, time_step_rank=5, conv_kernel=3, use_bias=True, use_conv_bias=False, tie_word_embeddings=False
+        ),
+    ),
+    "falcon_mamba": ("FalconMambaForCausalLM", _mamba_like(mixer_rms_eps=1e-3, tie_word_embeddings=False)),
     "mamba2": ("Mamba2ForCausalLM", _mamba2_like()),
     "mamba2, groups": (
         "Mamba2ForCausalLM",

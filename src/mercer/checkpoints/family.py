@@ -60,6 +60,8 @@ _HOMES = {
     "decision_transformer": "decision_transformer",
     "gptj": "gptj",
     "gpt_neox": "gpt_neox",
+    "mamba": "mamba",
+    "falcon_mamba": "mamba",
     "mamba2": "mamba2",
 }
 """Of each model type the module of `mercer.checkpoints.families` that has it."""
