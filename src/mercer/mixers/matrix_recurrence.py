@@ -7,10 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mercer.backends.matrix_scan import matrix_scan, serves
 from mercer.errors import InvalidArgument
 from mercer.mixers.matrix_chunks import chunked
 
-FORMS = ("auto", "recurrent", "chunked")
+FORMS = ("auto", "recurrent", "chunked", "numba")
+LEAST_ENTRIES = 1 << 13
+"""Entries of the states of a call with one token below which `auto` takes torch's operators: nobody waits for a
+compiler because of a small state."""
+LEAST_WORK = 1 << 19
+"""The same for several tokens: entries times tokens."""
 
 
 def matrix_recurrence(
@@ -49,14 +55,16 @@ def matrix_recurrence(
         state: S_0, ``[B, H, K, V]`` in the dtype of the sums; default 0.
         lengths: ``[B]`` integers from 0 to L, how many tokens of each row are there, the first ones; default all. What
             stands behind them is not looked at, has outputs of 0 and leaves the state as it is, to the bit.
-        form: ``recurrent``, token by token, or ``chunked``, matrix products over 64 tokens at a time; ``auto`` takes
-            the first for single tokens.
+        form: ``recurrent``, token by token; ``chunked``, matrix products over 64 tokens at a time; ``numba``, fused
+            kernels for float32 sums on the CPU (extra ``cpu``). ``auto`` takes these where they serve and the call is
+            no small one, else the first for single tokens and the second for more.
 
     Returns:
         ``out [B, H, L, V]`` in the dtype of ``value``, and the state after the last token, ``[B, H, K, V]``.
 
     Raises:
         InvalidArgument: shapes, dtypes or names that do not fit, or a log-decay above 0.
+        Unsupported: ``form="numba"`` where the kernels do not serve.
 
     Source: Yang et al. 2023 (gated linear attention), arXiv 2312.06635; Schlag et al. 2021 (delta rule), arXiv
     2102.11174; Yang et al. 2024 (gated delta rule), arXiv 2412.06464; Peng et al. 2024 (RWKV-5 and 6), arXiv
@@ -64,7 +72,9 @@ def matrix_recurrence(
     """
     call = _read(query, key, value, log_decay, remove, bonus, scale, state, lengths, form)
     if form == "auto":
-        form = "recurrent" if query.shape[2] <= 1 else "chunked"
+        form = call.quickest()
+    if form == "numba":
+        return matrix_scan(**vars(call))
     if form == "recurrent":
         return recurrent(call)
     out, final = chunked(*call.wide(), call.begin(), lengths)
@@ -84,6 +94,15 @@ class Call:
     scale: float
     state: Tensor | None
     lengths: Tensor | None
+
+    def quickest(self) -> str:
+        """The form that ``auto`` takes."""
+        batch, heads, length, dim = self.key.shape
+        entries = batch * heads * dim * self.value.shape[-1]
+        large = entries >= LEAST_ENTRIES if length == 1 else entries * length >= LEAST_WORK
+        if large and serves(**vars(self)):
+            return "numba"
+        return "recurrent" if length <= 1 else "chunked"
 
     @property
     def sums(self) -> torch.dtype:

@@ -1,0 +1,220 @@
+"""The matrix recurrence on the CPU, forward and backward in one pass over the state a token (extra `cpu`).
+
+    S_t = diag(exp(g_t)) S_{t-1} + a_t (b_t^T S_{t-1}) + k_t v_t^T,        o_t = scale q_t^T S_t
+
+or with a bonus o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T). Heads go to threads in slices of 64 columns of the
+value, whose state stays in the nearest cache: rows of S^T are independent. All sums are float32. For the backward pass
+the state before every 64th token is kept, and what each token removed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mercer.backends import matrix_scan_table as at
+from mercer.backends.sharing import installed, share, threads_for
+from mercer.core.first_order import first_order
+from mercer.errors import Unsupported
+
+
+def serves(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None = None,
+    remove: tuple[Tensor, Tensor] | None = None,
+    bonus: Tensor | None = None,
+    scale: float = 1.0,  # noqa: ARG001  (the arguments of a call)
+    state: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> bool:
+    """Whether the kernels compute a call: float32 sums on the CPU, not for a compiler, no forward-mode derivative."""
+    tensors = [x for x in (query, key, value, log_decay, *(remove or ()), bonus, state, lengths) if x is not None]
+    return (
+        installed()
+        and not torch.compiler.is_compiling()  # a compiler makes its own kernels of torch's form
+        and torch.float64 not in (query.dtype, key.dtype, value.dtype)
+        and all(x.is_cpu and forward_ad.unpack_dual(x).tangent is None for x in tensors)
+    )
+
+
+def matrix_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    remove: tuple[Tensor, Tensor] | None = None,
+    bonus: Tensor | None = None,
+    scale: float = 1.0,
+    state: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, H, L, V]`` in the dtype of ``value`` and the final state ``[B, H, K, V]``; first derivatives.
+
+    Shapes are checked by :func:`mercer.mixers.matrix_recurrence.matrix_recurrence`, whose arguments these are.
+
+    Args:
+        query: ``[B, H, L, K]``, any float dtype but float64, any strides.
+        key: ``[B, H, L, K]``.
+        value: ``[B, H, L, V]``.
+        log_decay: ``[B, H, L, K or 1]``, 0 or less.
+        remove: a and b, ``[B, H, L, K]`` each.
+        bonus: ``[H, K]``.
+        scale: put on the queries.
+        state: float32 ``[B, H, K, V]``; default 0. It is not changed.
+        lengths: ``[B]`` integers: later tokens are not looked at.
+
+    Raises:
+        Unsupported: where :func:`serves` says no.
+    """
+    a, b = (None, None) if remove is None else remove
+    if not serves(query, key, value, log_decay, remove, bonus, scale, state, lengths):
+        reason = "needs the extra cpu: pip install 'mercer[cpu]'" if not installed() else (
+            "computes in float32 on the CPU, outside of torch.compile and without forward-mode derivatives"
+        )  # fmt: skip
+        raise Unsupported(f"The fused matrix recurrence {reason}; use form='chunked' or form='recurrent' instead.")
+    rows = [None if x is None else _rows(x) for x in (query, key, value, log_decay, a, b)]
+    if bonus is not None:
+        bonus = bonus.float().contiguous()
+    if state is not None:
+        state = state.contiguous()
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*rows, bonus, state))
+    out, final = _Scan.apply(*rows, bonus, state, lengths, float(scale), trained)  # pyright: ignore[reportGeneralTypeIssues]
+    return out.to(value.dtype), final
+
+
+class _Scan(torch.autograd.Function):
+    """Saves the inputs as they came; where a gradient is wanted also states and what was removed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, a: Tensor | None, b: Tensor | None,
+        bonus: Tensor | None, state: Tensor | None, lengths: Tensor | None, scale: float, trained: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        from mercer.backends import matrix_scan_kernels as kernels
+
+        batch, heads, length, dim = key.shape
+        width = value.shape[-1]
+        out = _empty(value, lengths, value.dtype)
+        final = torch.empty(batch, heads, dim, width)
+        removed = kept = None
+        if trained:
+            if a is not None:
+                removed = torch.empty(batch, heads, length, width)
+            kept = torch.empty(batch, heads, -(-length // at.OUTER), -(-dim // 4) * 4 * _padded(width))
+        inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BONUS: bonus}
+        table = inputs | {at.STATE: state, at.OUT: out, at.FINAL: final, at.REMOVED: removed, at.KEPT: kept}
+        items = batch * heads * _slices(width)
+        _run(kernels.compiled_forward(), kernels.room(dim), table, lengths, scale, items)
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, log, a, b, bonus, state, lengths, removed, kept)
+        return out, final
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        from mercer.backends import matrix_scan_backward, matrix_scan_kernels
+
+        query, key, value, log, a, b, bonus, state, lengths, removed, kept = ctx.saved_tensors
+        batch, heads = key.shape[:2]
+        if grad_out is None:
+            grad_out = torch.zeros(1).expand(value.shape)
+        pieces = _slices(value.shape[-1])
+        parts = pieces if batch * heads < torch.get_num_threads() else 1
+
+        def gradient(x: Tensor | None, *shape: int) -> Tensor | None:
+            """Of something that all columns of the value have a share in: exact until all is added up."""
+            if x is None:
+                return None
+            dtype = x.dtype if pieces == 1 else torch.float32
+            return torch.zeros(parts, *shape, dtype=dtype) if lengths is not None else torch.empty(
+                parts, *shape, dtype=dtype
+            )  # fmt: skip
+
+        shared = {which: gradient(x, *x.shape) if x is not None else None for which, x in (
+            (at.GRAD_QUERY, query), (at.GRAD_KEY, key), (at.GRAD_LOG, log), (at.GRAD_A, a), (at.GRAD_B, b),
+        )}  # fmt: skip
+        grad_bonus = None if bonus is None else torch.zeros(parts, batch, *bonus.shape)
+        grad_value = _empty(value, lengths, value.dtype)
+        grad_state = None if state is None else torch.empty_like(state)
+        inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BONUS: bonus}
+        table = inputs | {at.REMOVED: removed, at.KEPT: kept, at.UPSTREAM: _rows(grad_out), at.GRAD_VALUE: grad_value}
+        table |= {at.GRAD_FINAL: None if grad_final is None else grad_final.contiguous(), at.GRAD_STATE: grad_state}
+        by_part = shared | {at.GRAD_BONUS: grad_bonus}
+        kernel = matrix_scan_kernels.compiled_backward()
+        items = batch * heads * parts
+        _run(kernel, matrix_scan_backward.room(key.shape[-1]), table, lengths, ctx.scale, items, parts, by_part)
+
+        def joined(x: Tensor | None, like: Tensor | None) -> Tensor | None:
+            if x is None or like is None:
+                return None
+            out = x[0]
+            for more in x[1:]:
+                out = out + more
+            return out.to(like.dtype)
+
+        grads = [joined(shared[which], x) for which, x in (
+            (at.GRAD_QUERY, query), (at.GRAD_KEY, key), (at.GRAD_LOG, log), (at.GRAD_A, a), (at.GRAD_B, b),
+        )]  # fmt: skip
+        total = joined(grad_bonus, bonus)
+        grads.insert(2, grad_value)
+        return *grads, None if total is None else total.sum(0), grad_state, None, None, None
+
+
+def _run(
+    kernel: Any, room: int, table: dict[int, Tensor | None], lengths: Tensor | None, scale: float, items: int,
+    parts: int = 1, by_part: dict[int, Tensor | None] | None = None,
+) -> None:  # fmt: skip
+    """Run a kernel over its items, an equal run of them a thread, each with scratch of its own."""
+    value, key, log = table[at.VALUE], table[at.KEY], table[at.LOG]
+    assert value is not None
+    assert key is not None
+    batch, heads, length, dim = key.shape
+    tensors = np.zeros((at.TENSORS, 6), np.int64)
+    for row, x in table.items():
+        if x is not None:
+            strides = [0] * (row == at.BONUS) + [n * x.element_size() for n in x.stride()]
+            tensors[row] = x.data_ptr(), x.dtype == torch.bfloat16, *(*strides, 0)[:3], 0
+    for row, x in (by_part or {}).items():
+        if x is not None:
+            strides = [n * x.element_size() for n in x.stride()]
+            tensors[row] = x.data_ptr(), x.dtype == torch.bfloat16, *(*strides[1:], 0)[:3], strides[0]
+    channels = log is not None and log.shape[-1] == dim and dim > 1
+    sizes = np.array((heads, length, dim, value.shape[-1], channels, parts), np.int64)
+    counts = np.full(batch, length, np.int64) if lengths is None else lengths.to(torch.int64).contiguous().numpy()
+    work = torch.empty(threads_for(items), room // 4)
+
+    def part(thread: int, start: int, stop: int) -> None:
+        kernel(tensors, sizes, counts, scale, work[thread].data_ptr(), start, stop)
+
+    share(items, part)
+
+
+def _slices(width: int) -> int:
+    return -(-width // at.SLICE)
+
+
+def _padded(width: int) -> int:
+    """Columns of all slices, the last one of 1, 2 or 4 vectors."""
+    whole, rest = divmod(width, at.SLICE)
+    return whole * at.SLICE + next(n for n in (0, 16, 32, 64) if n >= rest)
+
+
+def _empty(like: Tensor, lengths: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`[B, H, L, V]`, in memory `[B, L, H, V]` as projections read it; zeros where some tokens are absent."""
+    batch, heads, length, width = like.shape
+    made = torch.empty if lengths is None else torch.zeros
+    return made(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """In float32 or bfloat16, the numbers of a row side by side."""
+    x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

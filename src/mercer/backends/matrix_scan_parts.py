@@ -1,0 +1,279 @@
+"""What both directions of the matrix recurrence share: rows of tokens in float32, states between memory and scratch."""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from mercer.backends.matrix_scan_table import (
+    ADDRESS,
+    BONUS,
+    CHANNELS,
+    HALF,
+    LOG,
+    SLICE,
+    A,
+)
+from mercer.backends.matrix_scan_vectors import (
+    back1,
+    back1_removing,
+    back2,
+    back2_removing,
+    back4,
+    back4_removing,
+    project1,
+    project2,
+    project4,
+    read1,
+    read2,
+    read4,
+    replay1,
+    replay1_removing,
+    replay2,
+    replay2_removing,
+    replay4,
+    replay4_removing,
+    step1,
+    step1_removing,
+    step2,
+    step2_removing,
+    step4,
+    step4_removing,
+    total,
+)
+from mercer.backends.microkernels import (
+    LANES,
+    ROW,
+    exp,
+    fma,
+    load,
+    load_row,
+    mul,
+    put,
+    splat,
+    store,
+    store_row,
+    transpose,
+)
+from mercer.backends.polynomial_blocks import locate, padded
+
+F = np.float32
+
+
+@njit
+def slices_of(width: int) -> int:
+    """How many slices the value's columns are."""
+    return (width + SLICE - 1) // SLICE
+
+
+@njit
+def columns_of(width: int, piece: int) -> int:
+    """Columns of a slice."""
+    return min(SLICE, width - piece * SLICE)
+
+
+@njit
+def lanes_of(columns: int) -> int:
+    """Vectors that a row of a slice takes: 1, 2 or 4."""
+    vectors = (columns + LANES - 1) // LANES
+    return 4 if vectors == 3 else vectors
+
+
+@njit
+def widest(vectors: int) -> int:
+    """How many vectors of channels go together."""
+    return 4 if vectors >= 4 else min(vectors, 2)
+
+
+# Rows of tokens
+
+
+@njit
+def pack_some(at: int, half: int, count: int, to: int, size: int) -> None:
+    """`count` numbers in float32; whole vectors are written, zeros beyond the end."""
+    c = 0
+    if not half:
+        while c + LANES <= count:
+            store(to + 4 * c, load(at + 4 * c))
+            c += LANES
+    while c < count:
+        store(to + 4 * c, load_row(at + c * size, half, count - c))
+        c += LANES
+
+
+@njit
+def pack(tensors: Any, which: int, b: int, h: int, t: int, count: int, to: int) -> None:
+    """A token's row of a tensor."""
+    half = tensors[which, HALF]
+    pack_some(locate(tensors, which, b, h, t), half, count, to, 2 if half else 4)
+
+
+@njit
+def pack_decay(tensors: Any, sizes: Any, b: int, h: int, t: int, dim: int, to: int) -> None:
+    """exp(g) of a token for every channel."""
+    at, half = locate(tensors, LOG, b, h, t), tensors[LOG, HALF]
+    for c in range(0, dim, LANES):
+        x = splat(F(0))
+        if at != 0 and sizes[CHANNELS]:
+            x = load_row(at + c * (2 if half else 4), half, dim - c)
+        elif at != 0:
+            x = splat(total(load_row(at, half, 1)))
+        store(to + 4 * c, exp(x))
+
+
+@njit
+def own_products(tensors: Any, h: int, dim: int, scale: float, at: int, each: int, own: int) -> None:
+    """Makes q' of q in the rows w, q, k, a of a token, and scale q . k (or q . u k) and scale q . a of itself."""
+    bonus, removes = locate(tensors, BONUS, 0, h, 0), tensors[A, ADDRESS] != 0
+    mine = taken = splat(F(0))
+    for c in range(0, 4 * padded(dim), ROW):
+        q = mul(load(at + each + c), splat(F(scale)))
+        k = load(at + 2 * each + c)
+        if bonus:
+            k = mul(k, load_row(bonus + c, 0, dim - c // 4))
+        mine = fma(q, k, mine)
+        if not bonus:
+            if removes:
+                taken = fma(q, load(at + 3 * each + c), taken)
+            q = mul(q, load(at + c))
+        store(at + each + c, q)
+    put(own, total(mine))
+    put(own + 4, total(taken))
+
+
+# Passes over a state, by width
+
+
+@njit
+def read_panel(lanes: int, state: int, stride: int, rows: int, per: int, out: int) -> None:
+    """What b reads of a state."""
+    if lanes == 4:
+        read4(state, stride, rows, per, out)
+    elif lanes == 2:
+        read2(state, stride, rows, per, out)
+    else:
+        read1(state, stride, rows, per, out)
+
+
+@njit
+def panel_step(
+    lanes: int, removes: bool, old: int, before: int, new: int, after: int, rows: int, per: int, each: int, out: int
+) -> None:
+    """One token of a slice."""
+    if removes:
+        if lanes == 4:
+            step4_removing(old, before, new, after, rows, per, each, out)
+        elif lanes == 2:
+            step2_removing(old, before, new, after, rows, per, each, out)
+        else:
+            step1_removing(old, before, new, after, rows, per, each, out)
+    elif lanes == 4:
+        step4(old, before, new, after, rows, per, each, out)
+    elif lanes == 2:
+        step2(old, before, new, after, rows, per, each, out)
+    else:
+        step1(old, before, new, after, rows, per, each, out)
+
+
+@njit
+def replay(removes: bool, old: int, new: int, deep: int, rows: int, per: int, each: int, v: int, r: int) -> None:
+    """One token of a turned state [columns][channels], without reading."""
+    c, stride = 0, 4 * deep
+    while c < deep // LANES:
+        at, wide = c * ROW, widest(deep // LANES - c)
+        if removes:
+            if wide == 4:
+                replay4_removing(old + at, new + at, stride, rows, per + at, each, v, r)
+            elif wide == 2:
+                replay2_removing(old + at, new + at, stride, rows, per + at, each, v, r)
+            else:
+                replay1_removing(old + at, new + at, stride, rows, per + at, each, v, r)
+        elif wide == 4:
+            replay4(old + at, new + at, stride, rows, per + at, each, v, r)
+        elif wide == 2:
+            replay2(old + at, new + at, stride, rows, per + at, each, v, r)
+        else:
+            replay1(old + at, new + at, stride, rows, per + at, each, v, r)
+        c += wide
+
+
+@njit
+def project(grad: int, deep: int, rows: int, per: int, each: int, keys: int, removed: int) -> None:
+    """What k and a read of the gradient of a turned state, not yet summed over lanes."""
+    c, stride = 0, 4 * deep
+    while c < deep // LANES:
+        at, wide = c * ROW, widest(deep // LANES - c)
+        if wide == 4:
+            project4(grad + at, stride, rows, per + at, each, keys, removed, c)
+        elif wide == 2:
+            project2(grad + at, stride, rows, per + at, each, keys, removed, c)
+        else:
+            project1(grad + at, stride, rows, per + at, each, keys, removed, c)
+        c += wide
+
+
+@njit
+def back(
+    removes: bool, state: int, grad: int, deep: int, rows: int, per: int, each: int, columns: int, apart: int, out: int,
+    keys: int, more: bool,
+) -> None:  # fmt: skip
+    """One token back over a turned state and its gradient."""
+    c, stride = 0, 4 * deep
+    while c < deep // LANES:
+        x, wide = c * ROW, widest(deep // LANES - c)
+        s, g, p, o = state + x, grad + x, per + x, out + x
+        if removes:
+            if wide == 4:
+                back4_removing(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
+            elif wide == 2:
+                back2_removing(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
+            else:
+                back1_removing(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
+        elif wide == 4:
+            back4(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
+        elif wide == 2:
+            back2(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
+        else:
+            back1(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
+        c += wide
+
+
+# States
+
+
+@njit
+def copy_rows(source: int, stride: int, dim: int, columns: int, state: int, pitch: int, rows: int, lanes: int) -> None:
+    """Some columns of a state, padded with zeros; zeros where there is none."""
+    for x in range(rows):
+        for c in range(0, lanes * LANES, LANES):
+            row = splat(F(0))
+            if source != 0 and x < dim and c < columns:
+                row = load_row(source + x * stride + 4 * c, 0, columns - c)
+            store(state + x * pitch + 4 * c, row)
+
+
+@njit
+def turn_in(source: int, stride: int, dim: int, columns: int, state: int, deep: int, tile: int) -> None:
+    """Some columns of a state, turned: [columns padded][channels padded]; zeros where there is none."""
+    for x in range(0, deep, LANES):
+        for c in range(0, columns, LANES):
+            for i in range(LANES):
+                row = splat(F(0))
+                if source != 0 and x + i < dim:
+                    row = load_row(source + (x + i) * stride + 4 * c, 0, columns - c)
+                store(tile + i * ROW, row)
+            transpose(tile, tile)
+            for i in range(LANES):
+                store(state + 4 * ((c + i) * deep + x), load(tile + i * ROW))
+
+
+@njit
+def turn_out(state: int, deep: int, dim: int, columns: int, target: int, stride: int, tile: int) -> None:
+    """The way back."""
+    for x in range(0, deep, LANES):
+        for c in range(0, columns, LANES):
+            for i in range(LANES):
+                store(tile + i * ROW, load(state + 4 * ((c + i) * deep + x)))
+            transpose(tile, tile)
+            for i in range(min(LANES, dim - x)):
+                store_row(target + (x + i) * stride + 4 * c, 0, columns - c, load(tile + i * ROW))

@@ -1,0 +1,15 @@
+"""Names of rows, columns and entries in the tables that the matrix recurrence's kernels take (no Numba here)."""
+
+ADDRESS, HALF, BATCH, HEAD, TOKEN, PART = range(6)
+"""Columns of the table of tensors: address (0: not there), 1 for bfloat16, strides in bytes. A part is a piece of the
+value's columns whose gradients of queries and keys are kept apart from those of the others."""
+QUERY, KEY, VALUE, LOG, A, B, BONUS, STATE, OUT, FINAL, REMOVED, KEPT = range(12)
+UPSTREAM, GRAD_FINAL, GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_LOG, GRAD_A, GRAD_B, GRAD_BONUS, GRAD_STATE = range(12, 22)
+"""Its rows; REMOVED is what each token removes, b^T S, and KEPT the states before every `OUTER` tokens."""
+TENSORS = 22
+HEADS, LENGTH, DIM, VALUE_DIM, CHANNELS, PARTS = range(6)
+"""Sizes: heads, tokens, K, V, whether every channel has a log-decay of its own, parts that gradients are made in."""
+SLICE = 64
+"""Columns of the value that go together: with 64 channels their state is 16 KiB."""
+OUTER, INNER = 64, 8
+"""Tokens from one state that the forward pass keeps to the next, and from one that the backward pass makes again."""
