@@ -36,6 +36,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv6": ("rwkv6", {"mix_rank": 3, "decay_rank": 4}),
     "rwkv7": ("rwkv7", {"decay_rank": 4, "rate_rank": 3, "value_rank": 2, "gate_rank": 5}),
     "rg-lru, wide": ("rg-lru", {"width": 24, "blocks": 3, "conv": 2, "bias": False}),
+    "s4d": ("s4d", {"state": 8}),
+    "s4d, real, bilinear": ("s4d", {"state": 4, "init": "real", "rule": "bilinear", "glu": False}),
+    "s4d, convolution": ("s4d", {"state": 6, "init": "inv", "form": "convolution"}),
+    "s4": ("s4", {"state": 6}),
+    "s4, convolution": ("s4", {"state": 4, "form": "convolution"}),
 }
 """Of each case the mixer's name and its options."""
 

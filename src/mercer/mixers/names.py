@@ -24,6 +24,8 @@ _HOMES: dict[str, tuple[str, str]] = {
     "rwkv5": ("rwkv5_config", "RWKV5Config"),
     "rwkv6": ("rwkv6_config", "RWKV6Config"),
     "rwkv7": ("rwkv7_config", "RWKV7Config"),
+    "s4d": ("s4d_config", "S4DConfig"),
+    "s4": ("s4_config", "S4Config"),
 }
 """Of each name the module of `mercer.mixers` and its class of options."""
 CHANNEL_MIXING: dict[str, tuple[str, str]] = {

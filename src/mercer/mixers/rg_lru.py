@@ -120,6 +120,6 @@ class _BoundedRoot(torch.autograd.Function):
         return x.sqrt()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return grad / (4 * x).clamp_min(STEEPEST**-2).sqrt()
+        return grads[0] / (4 * x).clamp_min(STEEPEST**-2).sqrt()

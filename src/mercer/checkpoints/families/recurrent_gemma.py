@@ -61,7 +61,7 @@ def _read(keys: Keys, _architecture: str) -> ModelConfig:
         layers=layers,
         heads=heads,
         kv_heads=keys.take("num_key_value_heads", None, kind=int),
-        attention=[BLOCKS[kind] for kind in kinds],
+        attention=tuple(BLOCKS[kind] for kind in kinds),
         mixers={"rg-lru": {name: n for name, n in options.items() if n is not None}} if "recurrent" in kinds else {},
         window=window if attends else None,
         rope_turned=int(dim // heads * share),

@@ -1,0 +1,98 @@
+"""State spaces whose A is diagonal: powers of single numbers."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mercer.mixers.state_space import BLOCK, System
+
+
+class DiagonalSystem(System):
+    """x' = A x + u with A diagonal, read by C: y = C x for real numbers, y = 2 Re(C x) for complex ones, of which each
+    stands for itself and its conjugate.
+
+    rates: A, ``[H, M]`` float64 or complex128. read: C, the same. step: the time between tokens, ``[H]`` float64.
+    rule: ``zoh`` (u stays as it is between tokens) or ``bilinear``.
+    """
+
+    def __init__(self, rates: Tensor, read: Tensor, step: Tensor, rule: str, dtype: torch.dtype) -> None:
+        self.dtype, self.read = dtype, read
+        self.size = rates.shape[1] * (2 if rates.is_complex() else 1)
+        turned = rates * step.unsqueeze(1)
+        if rule == "zoh":
+            self.keep = turned.exp()
+            self.write = (self.keep - 1) / rates
+        else:
+            half = 1 - turned / 2
+            self.keep = (1 + turned / 2) / half
+            self.write = step.unsqueeze(1) / half
+
+    def step(self, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        keep, write, read = (self._numbers(x) for x in (self.keep, self.write, self.read))
+        after = keep * self._pairs(state) + write * u.unsqueeze(-1)
+        if not after.is_complex():
+            return (read * after).sum(-1), after
+        return 2 * (read * after).real.sum(-1), torch.view_as_real(after).flatten(-2)
+
+    def kernel(self, count: int) -> Tensor:
+        """The product of two Vandermonde matrices, of powers of A^BLOCK and of A: l = i BLOCK + j."""
+        blocks = -(-count // BLOCK)
+        outer = self._table(powers(self._doubled[-1], blocks).transpose(1, 2))
+        inner = self._readers((self.read * self.write).unsqueeze(-1) * self._powers[..., :BLOCK])
+        return (outer @ inner).flatten(1)[:, :count]
+
+    @cached_property
+    def reads(self) -> Tensor:
+        return self._readers(self.read.unsqueeze(-1) * self._powers[..., 1:])
+
+    @cached_property
+    def writes(self) -> Tensor:
+        return self._table((self.write.unsqueeze(-1) * self._powers[..., :BLOCK].flip(-1)).transpose(1, 2))
+
+    def move(self, state: Tensor, doublings: int) -> Tensor:
+        moved = self._numbers(self._doubled[doublings]).unsqueeze(1) * self._pairs(state)
+        return torch.view_as_real(moved).flatten(-2) if moved.is_complex() else moved
+
+    @cached_property
+    def _powers(self) -> Tensor:
+        """A^0 to A^BLOCK, ``[H, M, BLOCK + 1]``."""
+        return powers(self.keep, BLOCK + 1)
+
+    @cached_property
+    def _doubled(self) -> list[Tensor]:
+        """A^1, A^2, A^4, ..., A^BLOCK."""
+        out = [self.keep]
+        while 1 << (len(out) - 1) < BLOCK:
+            out.append(out[-1] * out[-1])
+        return out
+
+    def _numbers(self, x: Tensor) -> Tensor:
+        """In the precision of the states."""
+        return x.to(self.dtype.to_complex() if x.is_complex() else self.dtype)
+
+    def _pairs(self, state: Tensor) -> Tensor:
+        """States as the numbers they are."""
+        return torch.view_as_complex(state.unflatten(-1, (-1, 2))) if self.keep.is_complex() else state
+
+    def _table(self, x: Tensor) -> Tensor:
+        """``[..., M]`` as ``[..., N]``."""
+        x = self._numbers(x)
+        return torch.view_as_real(x.resolve_conj()).flatten(-2) if x.is_complex() else x
+
+    def _readers(self, x: Tensor) -> Tensor:
+        """``[H, N, count]`` whose product with real states is y, for factors ``[H, M, count]``."""
+        x = self._numbers(x)
+        return torch.stack((2 * x.real, -2 * x.imag), 2).flatten(1, 2) if x.is_complex() else x
+
+
+def powers(x: Tensor, count: int) -> Tensor:
+    """x^0 to x^(count-1), in a new last dimension, by doubling."""
+    out = torch.ones_like(x).unsqueeze(-1)
+    factor = x.unsqueeze(-1)  # of as many powers as there are
+    while out.shape[-1] < count:
+        out = torch.cat((out, out * factor), -1)
+        factor = factor * factor
+    return out[..., :count]
