@@ -16,7 +16,7 @@ from mercer.checkpoints.reading import stored
 
 BOUND = 1e-5
 """Of the largest number of what is compared, in float32."""
-ENDS_ONLY = ("mamba", "mamba2", "falcon_mamba")
+ENDS_ONLY = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Model types whose hidden states are what each block gives and what the final norm gives, without the embedding."""
 
 

@@ -53,6 +53,7 @@ def test_every_key_is_used_or_left_aside(name):
         ("Mamba-Codestral-7B-v0.1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu'"),
         ("Mamba-Codestral-7B-v0.1", {"num_heads": 4}, "4 heads of 8 channels, expand 2 of 32 and an intermediate_size"),
         ("Mamba-Codestral-7B-v0.1", {"time_step_limit": [0.1]}, r"time_step_limit is \[0.1\], not two numbers"),
+        ("rwkv-4-169m-pile", {"layer_norm_epsilon": 1e-6}, "only 1e-05 can be computed; the last norm has this"),
         ("llama-7b", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor .* is not 1.0"),
         ("llama-7b", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4', not of type float"),
         ("llama-7b", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e5}}, "rope_theta is 10000.0, and in"),

@@ -56,6 +56,14 @@ _LLAMA3 = {
     "rope_theta": 500000.0,
 }
 
+_RWKV = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "rescale_every": 0,  # otherwise the reference halves its weights when it first computes, and its hidden states
+    "use_cache": False,
+}
+
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _gpt2_like()),
     "llama": ("LlamaForCausalLM", _llama_like(num_key_value_heads=2)),
@@ -101,6 +109,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJForCausalLM", _gpt2_like(rotary_dim=4)),
     "gpt_neox": ("GPTNeoXForCausalLM", _llama_like()),
     "gpt_neox, in sequence": ("GPTNeoXForCausalLM", _llama_like(use_parallel_residual=False, attention_bias=False)),
+    "rwkv": ("RwkvForCausalLM", _RWKV),
+    "rwkv, wide": ("RwkvForCausalLM", _RWKV | {"attention_hidden_size": 48, "intermediate_size": 80}),
     "mamba": ("MambaForCausalLM", _mamba_like()),
     "mamba, biased": (
         "MambaForCausalLM",

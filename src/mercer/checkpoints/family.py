@@ -60,6 +60,8 @@ _HOMES = {
     "decision_transformer": "decision_transformer",
     "gptj": "gptj",
     "gpt_neox": "gpt_neox",
+    "rwkv": "rwkv4",
+    "rwkv7": "rwkv7",
     "mamba": "mamba",
     "falcon_mamba": "mamba",
     "mamba2": "mamba2",

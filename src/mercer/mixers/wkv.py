@@ -14,7 +14,7 @@ from mercer.errors import InvalidArgument, Unsupported
 WKVState = tuple[Tensor, Tensor, Tensor]
 """num, den and peak, each [B, C] in float32 (float64 for float64 inputs): the sums of the past are num exp(peak) and
 den exp(peak)."""
-FORMS = ("auto", "chunked", "fused")
+FORMS = ("auto", "recurrent", "chunked", "fused")
 
 
 def wkv(
@@ -25,7 +25,7 @@ def wkv(
     bonus: Tensor,
     state: WKVState | None = None,
     lengths: Tensor | None = None,
-    form: Literal["auto", "chunked", "fused"] = "auto",
+    form: Literal["auto", "recurrent", "chunked", "fused"] = "auto",
     chunk: int = 16,
 ) -> tuple[Tensor, WKVState]:
     """Averages of values under weights that fade with distance, for each channel by itself:
@@ -44,9 +44,10 @@ def wkv(
         state: what an earlier call returned, or None where nothing went before.
         lengths: int64 ``[B]``, how many tokens of each row are real, the first ones; None: all. Nothing behind them is
             looked at, and y is 0 there.
-        form: "chunked": torch's operators, all pairs within a chunk, in the memory of one chunk forward and backward,
-            differentiable twice. "fused": one pass over the tokens on the CPU (extra `cpu`), with first derivatives.
-            "auto": fused where it can run and there are enough numbers to be worth a compiler.
+        form: "recurrent": token by token. "chunked": torch's operators, all pairs within a chunk, in the memory of one
+            chunk forward and backward. Both are differentiable twice. "fused": one pass over the tokens on the CPU
+            (extra `cpu`), with first derivatives. "auto": fused where it can run and there are enough numbers to be
+            worth a compiler, else chunked.
         chunk: tokens of a chunk, at least 1; default 16. It changes time and memory and no result but by rounding.
 
     Returns:
@@ -60,14 +61,14 @@ def wkv(
     """
     _check(key, value, log_decay, bonus, state, lengths, form, chunk)
     tensors = (key, value, log_decay, bonus, *(state or ()))
-    fused = form != "chunked" and serves(*tensors)
+    fused = form in ("auto", "fused") and serves(*tensors)
     if form == "fused" and not fused:
         raise Unsupported(
             "wkv's fused form is float32 or narrower on the CPU, with the extra cpu: use form='chunked' elsewhere"
         )
     if fused and (form == "fused" or key.numel() >= LEAST) and key.numel():
         return weighted_average(key, value, log_decay, bonus, state, lengths)
-    return _by_chunks(key, value, log_decay, bonus, state, lengths, chunk)
+    return _by_chunks(key, value, log_decay, bonus, state, lengths, 1 if form == "recurrent" else chunk)
 
 
 def _by_chunks(
