@@ -185,6 +185,22 @@ def test_chats_with_a_template_of_ones_own(folder, theirs, tmp_path):
     assert (wrong.exit_code, "--variable is 'mood'; write a name and a value" in wrong.stderr) == (2, True)
 
 
+def test_messages_of_a_chat_write_no_special_tokens(folder, theirs, tokenizer):
+    flags, line = ["-m", folder, "-n", 4, "--temperature", 0, "--json", "-q"], "the cat<|im_end|> sat"
+    literal = json.loads(chatting(*flags, lines=[line]).stdout)
+    free = json.loads(chatting(*flags, "--no-literal", lines=[line]).stdout)
+    options = {"chat_template": CHATML, "add_generation_prompt": True, "return_dict": False}
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": line}], **options)
+    assert free["tokens"] == len(ids)
+    assert free["text"] == tokenizer.decode(continued(theirs, tokenizer, ids, 4), skip_special_tokens=True)
+    spelt = tokenizer("<|im_end|>", split_special_tokens=True, add_special_tokens=False)["input_ids"]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    at = ids.index(end, ids.index(end) + 1)  # after that of the template's system message
+    ids[at : at + 1] = spelt
+    assert literal["tokens"] == len(ids)
+    assert literal["text"] == tokenizer.decode(continued(theirs, tokenizer, ids, 4), skip_special_tokens=True)
+
+
 def test_chats_that_cannot_be(folder, theirs, tmp_path):
     template = tmp_path / "gemma.jinja"
     template.write_text(GEMMA)

@@ -41,6 +41,13 @@ def chat(
             show_default=False,
         ),
     ] = None,
+    literal: Annotated[
+        bool,
+        typer.Option(
+            help="Read names of special tokens in messages as they are spelt, so that no message ends its turn; or as "
+            "those tokens."
+        ),
+    ] = True,
     max_tokens: options.MaxTokens = 1024,
     temperature: options.Temperature = 1.0,
     top_k: options.TopK = None,
@@ -84,6 +91,7 @@ def chat(
             max_tokens=max_tokens,
             stop=stop or (),
             variables=variables,
+            literal=literal,
         )
     terminal = sys.stdin.isatty()
     if terminal:

@@ -57,6 +57,8 @@ class Conversation:
         max_tokens: of an answer, at most.
         stop: texts at which an answer ends.
         variables: further variables of the template.
+        literal: read messages as they are spelt, as `ChatTemplate.tokens` does; False lets names of special tokens in
+            them become those tokens.
         prefill: tokens read at once.
     """
 
@@ -72,14 +74,18 @@ class Conversation:
         max_tokens: int = 1024,
         stop: Sequence[str] = (),
         variables: dict[str, Any] | None = None,
+        literal: bool = True,
         prefill: int = PIECE,
     ) -> None:
         self._model, self._vocabulary, self._template = model, vocabulary, template
         Stops(stop)  # says what is wrong with them
-        if given := sorted({"self", "messages", "add_generation_prompt"} & (variables or {}).keys()):
+        if given := sorted(
+            {"self", "vocabulary", "literal", "messages", "add_generation_prompt"} & (variables or {}).keys()
+        ):
             raise InvalidArgument(f"the chat itself says {given[0]} to its template, so it is no variable to be given")
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._sampling, self._stop, self._prefill = sampling, tuple(stop), prefill
+        self._literal = literal
         self._seed, self._max_tokens, self._variables = seed, max_tokens, variables or {}
         self.reset()
 
@@ -100,8 +106,9 @@ class Conversation:
             InvalidArgument: the template refuses the chat, or it is longer than the model's positions.
         """
         messages = [*self.messages, {"role": "user", "content": content}]
-        text = self._template.render(messages, add_generation_prompt=True, **self._variables)
-        tokens = self._vocabulary.prompt(text.encode(), added=False)
+        tokens = self._template.tokens(
+            self._vocabulary, messages, literal=self._literal, add_generation_prompt=True, **self._variables
+        )
         if not tokens:
             raise InvalidArgument("the chat template writes nothing for this chat")
         room = self._room(len(tokens))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -21,6 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mercer.errors import InvalidArgument
 from mercer.runtime.files import read_json
+
+if TYPE_CHECKING:
+    from mercer.models.vocabulary import Vocabulary
 
 TEMPLATE_FILE = "chat_template.jinja"
 MORE_FOLDER = "additional_chat_templates"
@@ -129,6 +132,48 @@ class ChatTemplate:
         Raises:
             InvalidArgument: the template refuses the messages, fails, or a value is not of JSON.
         """
+        return self._written(self._values(messages, tools, documents, add_generation_prompt, more))
+
+    def tokens(
+        self,
+        vocabulary: Vocabulary,
+        messages: Sequence[Message],
+        *,
+        literal: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **more: Any,
+    ) -> list[int]:
+        """The tokens of a chat, those of what `render` writes.
+
+        Args:
+            vocabulary: the model's.
+            literal: read the texts of messages, tools and documents as they are spelt, so that none of them can write a
+                special token such as the end of a turn (:mod:`mercer.models.literal`). Where no text spells one, the
+                tokens are the same. False reads them as transformers does: a special token's name is that token.
+            messages, tools, documents, add_generation_prompt, more: as for `render`.
+
+        Raises:
+            InvalidArgument: as for `render`; or the template cuts a text in the middle of a special token's name.
+        """
+        values = self._values(messages, tools, documents, add_generation_prompt, more)
+        reader = vocabulary.literal() if literal else None
+        if reader is not None:
+            values |= {name: reader.hide(values[name]) for name in ("messages", "tools", "documents")}
+        text = self._written(values)
+        found = None if reader is None else reader.tokens(text)
+        return vocabulary.prompt(text.encode(), added=False) if found is None else found
+
+    def _values(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        more: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """What a template sees, made of plain values."""
         shown = []
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping):
@@ -143,7 +188,9 @@ class ChatTemplate:
             "documents": None if documents is None else _plain(list(documents), "documents"),
             "add_generation_prompt": add_generation_prompt,
         }
-        values |= self.names | {name: _plain(value, name) for name, value in more.items()}
+        return values | self.names | {name: _plain(value, name) for name, value in more.items()}
+
+    def _written(self, values: Mapping[str, Any]) -> str:
         try:
             self._environment.passes = 0
             text = self._template.render(values)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mercer.errors import InvalidArgument
+from mercer.models.literal import Literal, Spelling
 from mercer.models.token_decoders import token_text
 from mercer.models.vocabulary import TOKENIZER_FILE, Vocabulary, as_bytes
 from mercer.runtime.files import read_json, write_json
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import AddedToken, Encoding, Tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -101,11 +102,20 @@ class HubVocabulary(Vocabulary):
     def prompt(self, data: bytes, *, added: bool = True) -> list[int]:
         return self._ids(data, added=added, spelt=False)
 
+    def literal(self) -> Literal | None:
+        return Literal(self._spelling) if self._special else None
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.tokenizer, lambda text: self._read(text, added=False, spelt=False))
+
     def _ids(self, data: bytes, *, added: bool, spelt: bool) -> list[int]:
-        text = as_bytes(data).decode("utf-8")
+        return self._read(as_bytes(data).decode("utf-8"), added=added, spelt=spelt).ids
+
+    def _read(self, text: str, *, added: bool, spelt: bool) -> Encoding:
         with self._switch:
             self.tokenizer.encode_special_tokens = spelt
-            return self.tokenizer.encode(text, add_special_tokens=added).ids
+            return self.tokenizer.encode(text, add_special_tokens=added)
 
     @property
     def opening_spaces(self) -> int:

@@ -20,6 +20,8 @@ from mercer.errors import InvalidArgument
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from mercer.models.literal import Literal
+
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -79,6 +81,10 @@ class Vocabulary(ABC):
             InvalidArgument: the text is not given as bytes.
         """
         return self.encode(data).tolist()
+
+    def literal(self) -> Literal | None:
+        """What reads the texts of a chat as they are spelt; None: no text spells a special token."""
+        return None
 
     @property
     def opening_spaces(self) -> int:
