@@ -118,7 +118,6 @@ def _names(config: ModelConfig) -> Names:
     def layer(i: int) -> list[Rule]:
         here, there = f"blocks.{i}", f"model.layers.{i}"
         mixer, theirs = f"{here}.mixer", f"{there}.attn"
-        norms = {f"{here}.mixer_norm": f"{there}.attn_norm", f"{here}.feedforward_norm": f"{there}.ffn_norm"}
         return [
             *pairs(
                 {f"{here}.mixer_norm": f"{there}.attn_norm", f"{here}.feedforward_norm": f"{there}.ffn_norm"}, parts
