@@ -2,7 +2,8 @@
 
     python -m benchmarks._generation_contestants NAME DTYPE ROOT SHAPE PROMPT NEW THREADS
 
-Every contestant is asked for greedy tokens through the interface that its own documentation shows for that.
+Every contestant is asked for greedy tokens through the interface that its own documentation shows for that, and
+gives each as soon as it has it: all times are taken in one call.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 import importlib
 import json
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import _generation_models as models
 
-Generate = Callable[[list[int], int], list[int]]
-"""From a prompt and a count to so many new tokens."""
+Told = Callable[[int], Any]
+"""Is told of a token."""
+Generate = Callable[[list[int], int, Told], Any]
+"""From a prompt and a count to so many new tokens, each of which the third is told of when it is there."""
 
 
 def ours(dtype: str, root: Path, shape: str, threads: int) -> Generate:
@@ -33,8 +38,8 @@ def ours(dtype: str, root: Path, shape: str, threads: int) -> Generate:
     engine = prepare(model, "as_is" if plain else dtype)
     del model
 
-    def run(prompt: list[int], count: int) -> list[int]:
-        found, tokens, states = [], torch.tensor([prompt]), None
+    def run(prompt: list[int], count: int, told: Told) -> None:
+        tokens, states = torch.tensor([prompt]), None
         with torch.inference_mode():
             for i in range(count):
                 if i:
@@ -43,8 +48,7 @@ def ours(dtype: str, root: Path, shape: str, threads: int) -> Generate:
                     hidden, states = engine.hidden(tokens, return_states=True)
                     logits = engine.score(hidden[:, -1:])
                 tokens = logits[:, -1].argmax(-1, keepdim=True)
-                found.append(int(tokens))
-        return found
+                told(int(tokens))
 
     return run
 
@@ -59,28 +63,48 @@ def module(dtype: str, root: Path, shape: str, threads: int) -> Generate:
 
     torch.set_num_threads(threads)
     model = load(models.hub_folder(root, shape, dtype))
-    return lambda prompt, count: list(generate(model, prompt, count, Sampling(temperature=0)))
+
+    def run(prompt: list[int], count: int, told: Told) -> None:
+        for token in generate(model, prompt, count, Sampling(temperature=0)):
+            told(token)
+
+    return run
 
 
 def transformers(dtype: str, root: Path, shape: str, threads: int) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
 
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(models.hub_folder(root, shape, dtype), dtype=getattr(torch, dtype))
 
-    def run(prompt: list[int], count: int) -> list[int]:
+    class Streamer(BaseStreamer):
+        """Gets the prompt, and then each token."""
+
+        def __init__(self, told: Told) -> None:
+            self.told, self.prompted = told, False
+
+        def put(self, value: torch.Tensor) -> None:
+            if self.prompted:
+                self.told(int(value))
+            self.prompted = True
+
+        def end(self) -> None:
+            pass
+
+    def run(prompt: list[int], count: int, told: Told) -> None:
         tokens = torch.tensor([prompt])
         with torch.inference_mode():
-            out = model.generate(
+            model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 do_sample=False,
                 max_new_tokens=count,
                 min_new_tokens=count,
                 pad_token_id=0,
+                streamer=Streamer(told),
             )
-        return out[0, len(prompt) :].tolist()
 
     return run
 
@@ -91,16 +115,16 @@ def ctranslate2(dtype: str, root: Path, shape: str, threads: int) -> Generate:
     generator = package.Generator(str(folder), device="cpu", intra_threads=threads, inter_threads=1, compute_type=dtype)
     pieces = json.loads((folder / "vocabulary.json").read_text())
 
-    def run(prompt: list[int], count: int) -> list[int]:
-        found = generator.generate_batch(
+    def run(prompt: list[int], count: int, told: Told) -> None:
+        generator.generate_batch(
             [[pieces[token] for token in prompt]],
             max_length=count,
             min_length=count,
             sampling_topk=1,
             include_prompt_in_result=False,
             cache_static_prompt=False,
+            callback=lambda step: told(step.token_id) or False,
         )
-        return found[0].sequences_ids[0]
 
     return run
 
@@ -117,14 +141,11 @@ def llama_cpp(dtype: str, root: Path, shape: str, threads: int) -> Generate:
         verbose=False,
     )
 
-    def run(prompt: list[int], count: int) -> list[int]:
+    def run(prompt: list[int], count: int, told: Told) -> None:
         model.reset()
-        found: list[int] = []
-        for token in model.generate(prompt, temp=0.0, repeat_penalty=1.0, top_k=1):
-            found.append(token)
-            if len(found) == count:
-                break
-        return found
+        tokens = model.generate(prompt, temp=0.0, repeat_penalty=1.0, top_k=1)
+        for _, token in zip(range(count), tokens, strict=False):
+            told(token)
 
     return run
 
@@ -135,13 +156,28 @@ def openvino(dtype: str, root: Path, shape: str, threads: int) -> Generate:
     file = models.gguf_file(root, shape, dtype)
     pipe = package.LLMPipeline(str(file), "CPU", INFERENCE_NUM_THREADS=threads, ATTENTION_BACKEND="SDPA")
 
-    def run(prompt: list[int], count: int) -> list[int]:
+    class Streamer(package.StreamerBase):
+        """Gets each token, or several."""
+
+        def __init__(self, told: Told) -> None:
+            super().__init__()
+            self.told = told
+
+        def write(self, token: int | list[int]) -> Any:
+            for one in [token] if isinstance(token, int) else token:
+                self.told(one)
+            return package.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            pass
+
+    def run(prompt: list[int], count: int, told: Told) -> None:
         import numpy as np
 
         options = package.GenerationConfig()
         options.max_new_tokens = options.min_new_tokens = count
         options.ignore_eos, options.do_sample, options.apply_chat_template = True, False, False
-        return list(pipe.generate(tensors.Tensor(np.array([prompt], np.int64)), options).tokens[0])
+        pipe.generate(tensors.Tensor(np.array([prompt], np.int64)), options, Streamer(told))
 
     return run
 
@@ -155,17 +191,15 @@ def onnxruntime(dtype: str, root: Path, shape: str, threads: int) -> Generate:
     )
     model = package.Model(config)
 
-    def run(prompt: list[int], count: int) -> list[int]:
+    def run(prompt: list[int], count: int, told: Told) -> None:
         total = len(prompt) + count
         parameters = package.GeneratorParams(model)
         parameters.set_search_options(max_length=total, min_length=total, do_sample=False)
         generator = package.Generator(model, parameters)
         generator.append_tokens([prompt])
-        found = []
-        while len(found) < count:
+        for _ in range(count):
             generator.generate_next_token()
-            found.append(int(generator.get_next_tokens()[0]))
-        return found
+            told(int(generator.get_next_tokens()[0]))
 
     return run
 
@@ -197,6 +231,33 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+class Stamps:
+    """The tokens of one call, and the clock and the processor time when each was there."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.clock, self.busy = [time.perf_counter()], [time.process_time()]
+
+    def __call__(self, token: int) -> None:
+        self.tokens.append(token)
+        self.clock.append(time.perf_counter())
+        self.busy.append(time.process_time())
+
+
+def told(calls: list[Stamps]) -> dict[str, Any]:
+    """Times of calls alike: to the first token, the better of them; of a later token, the median of all."""
+    gaps = [b - a for call in calls for a, b in zip(call.clock[1:], call.clock[2:], strict=False)]
+    later = len(calls[0].tokens) - 1
+    return {
+        "first": min(call.clock[1] - call.clock[0] for call in calls),
+        "first_cpu": min(call.busy[1] - call.busy[0] for call in calls),
+        "token": statistics.median(gaps),
+        "mean": min(call.clock[-1] - call.clock[1] for call in calls) / later,
+        "cpu": min(call.busy[-1] - call.busy[1] for call in calls) / later,
+        "tokens": calls[-1].tokens,
+    }
+
+
 def main(arguments: list[str]) -> None:
     name, dtype, root, shape = arguments[:4]
     length, new, threads = map(int, arguments[4:])
@@ -204,24 +265,14 @@ def main(arguments: list[str]) -> None:
     generate = CONTESTANTS[name][0](dtype, Path(root), shape, threads)
     loaded = time.perf_counter() - before
     prompt = prompt_of(length, shape)
-    generate(prompt[:16], 3)
-    first, whole, busy = [], [], {}
-    tokens: list[int] = []
-    for count in (1, 1 + new, 1, 1 + new):
-        before, spent = time.perf_counter(), time.process_time()
-        tokens = generate(prompt, count)
-        (first if count == 1 else whole).append(time.perf_counter() - before)
-        busy[count] = min(busy.get(count, float("inf")), time.process_time() - spent)
-        if len(tokens) != count:
-            raise SystemExit(f"{name} gave {len(tokens)} tokens for {count}")
-    found = {
-        "load": loaded,
-        "first": min(first),
-        "token": (min(whole) - min(first)) / new,
-        "cpu": (busy[1 + new] - busy[1]) / new,
-        "peak": peak_bytes(),
-        "tokens": tokens,
-    }
+    generate(prompt[:16], 3, Stamps())
+    calls: list[Stamps] = []
+    for _ in range(2):
+        calls.append(Stamps())
+        generate(prompt, 1 + new, calls[-1])
+        if len(calls[-1].tokens) != 1 + new:
+            raise SystemExit(f"{name} gave {len(calls[-1].tokens)} tokens for {1 + new}")
+    found = told(calls) | {"load": loaded, "peak": peak_bytes()}
     sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 

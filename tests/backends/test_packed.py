@@ -42,6 +42,36 @@ def test_products_with_many_inputs(kind: str, paired: bool) -> None:
     torch.testing.assert_close(packed.times(x).double(), x.double() @ weights.t(), rtol=0, atol=atol)
 
 
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 140),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    paired=st.booleans(),
+    size=st.sampled_from([0, 1, 20_000]),
+)
+@settings(max_examples=40, deadline=None)
+def test_panels_are_the_matrix(rows: int, columns: int, kind: str, dtype: torch.dtype, paired: bool, size: int) -> None:
+    """Side by side, whatever their size; the first and the second half of a pair stand in panels of their own."""
+    rows = rows * 2 if paired else rows
+    packed = pack(drawn(rows, columns), kind, paired=paired)
+    want = packed.rows_of(torch.arange(rows)) if not paired else packed.plain()
+    panels = list(packed.panels(dtype, size))
+    assert torch.equal(torch.cat(panels, 1), want.t().to(dtype))
+    if size == 0:
+        assert [panel.shape[1] for panel in panels] == ([rows // 2] * 2 if paired else [rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_inputs_come_out_as_they_are_multiplied(dtype: torch.dtype) -> None:
+    for kind in KINDS:
+        packed, x = pack(drawn(40, 72), kind), drawn(FEW + 1, 72, seed=1).to(dtype)
+        narrow = kind != "float32" or dtype == torch.bfloat16
+        assert packed.multiplied(dtype) == (torch.bfloat16 if narrow else torch.float32)
+        assert packed.times(x).dtype == packed.multiplied(dtype)
+        assert packed.times(x[:FEW]).dtype == torch.float32
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_the_first_two_kinds_lose_nothing(kind: str, dtype: torch.dtype) -> None:
     weight = drawn(37, 75).to(dtype)

@@ -27,7 +27,7 @@ LANES = 16
 FEW = 32
 """Inputs up to which the packed weights are multiplied as they are."""
 PANEL = 1 << 25
-"""Bytes of plain weights that are made at a time at most: the matrices of a layer are whole, those of scores are cut."""
+"""Bytes of plain weights that are made at a time: matrices of layers are mostly whole, and those of scores are cut."""
 AT_ONCE = 1 << 23
 """Numbers that are packed at a time."""
 
