@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from mercer.backends import short_convolution as fused
 from mercer.errors import InvalidArgument
 from mercer.nn.activations import ACTIVATIONS
 from mercer.nn.start import HasStart
@@ -53,6 +54,10 @@ class ShortConvolution(HasStart):
         Returns y [B, L, C], 0 behind a row's length, and the last width - 1 real inputs of each row, older ones
         first, [B, width - 1, C] in float32 (float64 for float64 inputs); a row without tokens keeps its tail.
         """
+        if lengths is not None and x.shape[0] and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.shape[1]:
+            raise InvalidArgument(f"lengths must be between 0 and {x.shape[1]}, got {lengths.tolist()}")
+        if x.numel() and x.numel() >= fused.LEAST and fused.serves(x, self.weight, self.bias, past):
+            return fused.short_convolution(x, self.weight, self.bias, self.activation == "silu", past, lengths)
         before = self.width - 1
         wide = torch.promote_types(x.dtype, torch.float32)
         if past is None:
