@@ -115,7 +115,11 @@ def padded_source(model: Any, source: Tensor, side: str, width: int = 5) -> Any:
 def hidden_error(call: Callable[[], Any], blocks: nn.ModuleList, wanted: tuple[Tensor, ...]) -> float:
     """Of what every block gives; the last of theirs has gone through the final norm and is left out."""
     found: list[Tensor] = []
-    hooks = [block.register_forward_hook(lambda _m, _i, out: found.append(out)) for block in blocks]
+
+    def note(_module: nn.Module, _inputs: Any, out: Any) -> None:
+        found.append(out[0] if isinstance(out, tuple) else out)
+
+    hooks = [block.register_forward_hook(note) for block in blocks]
     call()
     for hook in hooks:
         hook.remove()

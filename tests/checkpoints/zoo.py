@@ -46,6 +46,12 @@ def _mamba2_like(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def _zamba2_like(**changes: Any) -> dict[str, Any]:
+    shapes = {"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 16, "time_step_min": 0.02}
+    kinds = changes.pop("layers", ["mamba", "hybrid", "hybrid"])
+    return _llama_like(**shapes, layers_block_type=kinds, num_hidden_layers=len(kinds), **changes)
+
+
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -126,6 +132,20 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             n_groups=2, use_bias=True, use_conv_bias=False, tie_word_embeddings=True, time_step_limit=[0.02, 0.5]
         ),
     ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        _zamba2_like(
+            layers=["hybrid", "hybrid", "mamba", "hybrid"],
+            num_mem_blocks=2,
+            use_mem_rope=True,
+            use_shared_attention_adapter=True,
+            adapter_rank=4,
+        ),
+    ),
+    "zamba2, one block": (
+        "Zamba2ForCausalLM",
+        _zamba2_like(add_bias_linear=True, hidden_act="silu", mamba_ngroups=2),
+    ),
 }
 """Decoder language models: of each name the class and its configuration."""
 
@@ -205,11 +225,16 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
 """Encoder-decoders: of each name the class and its configuration."""
 
 
+SPREADS = {"t5": 0.15, "switch_transformers": 0.15, "zamba": 0.1, "zamba2": 0.1}
+"""Standard deviations below 0.3: where scores are not divided by sqrt(d), and where several layers follow each other
+without a residual, which multiplies the roundings of both libraries."""
+
+
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:
-    """Matrices N(0, 0.3^2), or half of that where scores are not divided by sqrt(d); vectors (biases, norms) moved by
+    """Matrices N(0, 0.3^2), or as SPREADS says; vectors (biases, norms) moved by
     N(0, 0.1^2). What is fixed, such as tables of sinusoids that are not saved, stays.
     """
-    spread = 0.15 if model.config.model_type in ("t5", "switch_transformers") else 0.3
+    spread = SPREADS.get(model.config.model_type, 0.3)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

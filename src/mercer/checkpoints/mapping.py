@@ -162,11 +162,12 @@ class Rule:
 @dataclass(frozen=True)
 class Twin:
     """A tensor on disk that repeats another, as the scores of a model whose embedding is tied do. It may be absent, and
-    must be equal where it is there.
+    must be equal where it is there. why: the key of the configuration that says so.
     """
 
     theirs: str
     of: str
+    why: str = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def read_all(
         if twin.theirs in source.names and not source.equal(twin.theirs, twin.of):
             raise InvalidArgument(
                 f"{source.where}: {twin.theirs} differs from {twin.of}, but the configuration says that they are one "
-                "(tie_word_embeddings)"
+                f"({twin.why})"
             )
 
 

@@ -39,14 +39,17 @@ def make_attention(
     alibi: bool = False,
     recency: bool = False,
     name: str = "blocks",
+    width: int | None = None,
 ) -> Attention:
-    """The attention of a layer. name: of the list of blocks, which tells the random features of two lists apart."""
+    """The attention of a layer. name: of the list of blocks, which tells the random features of two lists apart. width:
+    channels that it reads, where they are not those of the residual stream."""
     kernel, normalizer = parse_attention(config.attentions[layer])
     return Attention(
-        config.dim,
+        config.dim if width is None else width,
         config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
+        output_dim=config.dim,
         kernel=kernel,
         normalizer=normalizer,
         structure=structure,

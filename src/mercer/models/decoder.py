@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mercer.core.state import State
+from mercer.core.structures import Structure
 from mercer.errors import InvalidArgument
 from mercer.mixers.block import MixerBlock
 from mercer.mixers.names import is_mixer
@@ -18,6 +19,7 @@ from mercer.models.configured import ConfiguredModel
 from mercer.models.initial import generator_of, initialise
 from mercer.models.token_ids import token_ids
 from mercer.models.visibility import causal_structure
+from mercer.nn.attention import Attention
 from mercer.nn.block import Block
 from mercer.nn.loss import default_block, linear_cross_entropy
 from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
@@ -55,12 +57,16 @@ class DecoderLM(ConfiguredModel):
             if config.position == "t5":
                 self.relative = T5Bias(config.heads, buckets=config.t5_buckets, max_distance=config.t5_max_distance)
             rotary = _rotary(config)
-            self.blocks = nn.ModuleList(_block(config, layer, rotary) for layer in range(config.layers))
+            self.blocks = self._make_blocks(rotary)
             self.embedding_norm = make_norm(config) if config.embedding_norm else None
             self.norm = nn.Identity() if config.norm_position == "post" else make_norm(config)
             tied = config.tie_embeddings
             self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=config.head_bias)
         initialise(self, std=config.init_std, seed=config.seed, residual_outputs=2 * config.layers)
+
+    def _make_blocks(self, rotary: Rotary | None) -> nn.ModuleList:
+        """The layers. rotary: of their attentions."""
+        return nn.ModuleList(_block(self.config, layer, rotary) for layer in range(self.config.layers))
 
     @property
     def head_weight(self) -> Tensor:
@@ -71,12 +77,12 @@ class DecoderLM(ConfiguredModel):
         """Draw the random features of every layer that has some anew, in place: the next draw of each layer's seed, or,
         from `seed`, directions that depend on it and on the layer's number alone.
         """
-        attentions = {i: block.attention for i, block in enumerate(self.blocks) if isinstance(block, Block)}
-        layers = {i: attention for i, attention in attentions.items() if attention.has_random_features}
-        if not layers:
+        attentions = {name: module for name, module in self.named_modules() if isinstance(module, Attention)}
+        random = {name: attention for name, attention in attentions.items() if attention.has_random_features}
+        if not random:
             raise InvalidArgument("redraw is for random features, and no layer of this model has any")
-        for i, attention in layers.items():
-            own = None if seed is None else generator_of(seed, f"blocks.{i}.attention.redraw").initial_seed()
+        for name, attention in random.items():
+            own = None if seed is None else generator_of(seed, f"{name}.redraw").initial_seed()
             attention.redraw(own)
 
     def with_positions(
@@ -98,13 +104,13 @@ class DecoderLM(ConfiguredModel):
         values = self.config.model_dump()
         values["rope_scaling"] = rope_scaling if isinstance(rope_scaling, RopeScaling | None) else dict(rope_scaling)
         values["allow_longer"] = allow_longer
-        config = ModelConfig(**values)
+        config = type(self.config)(**values)
         shared = {id(tensor): tensor for tensor in chain(self.parameters(), self.buffers())}
         twin = copy.deepcopy(self, shared)
         twin.config, twin.reach, rotary = config, config.reach, _rotary(config)
-        for block in twin.blocks:
-            if isinstance(block, Block):
-                block.attention.rotary = rotary
+        for module in twin.modules():
+            if isinstance(module, Attention):
+                module.rotary = rotary
         return twin
 
     def embed(self, tokens: Tensor, *, padding: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
@@ -161,6 +167,20 @@ class DecoderLM(ConfiguredModel):
             self._refuse_longer(longest(tokens.shape[1], padding, offset))
         x = self.embed(tokens, padding=padding, offset=offset)
         structure = None if self.relative is None else self.relative()
+        x, after = self._through(x, padding, structure, states, routings, return_states)
+        x = self.norm(x)
+        return (x, after) if return_states else x
+
+    def _through(
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        structure: Structure | None,
+        states: Sequence[State] | None,
+        routings: list[Routing] | None,
+        return_states: bool,
+    ) -> tuple[Tensor, list[State]]:
+        """What the layers make of the embedding x, and their states if asked."""
         after: list[State] = []
         carried: dict[Any, Any] = {}
         for i, block in enumerate(self.blocks):
@@ -172,8 +192,7 @@ class DecoderLM(ConfiguredModel):
                 after.append(state)
             else:
                 x = block(x, padding=padding, state=state, routings=routings, **own)
-        x = self.norm(x)
-        return (x, after) if return_states else x
+        return x, after
 
     @overload
     def forward(

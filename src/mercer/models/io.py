@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -9,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from mercer.errors import InvalidArgument, StorageError
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
+from mercer.models.shared_hybrid import SharedHybridLM
+from mercer.models.shared_hybrid_config import SharedHybridConfig
 from mercer.runtime.files import TEMPORARY, read_json, storage_error, sync, write_json
 
 WEIGHTS = "model.safetensors"
@@ -51,7 +54,7 @@ def load_model(folder: str | Path) -> DecoderLM:
     if not isinstance(values, dict):
         raise InvalidArgument(f"{folder / CONFIG} must hold a JSON object of configuration keys")
     try:
-        config = ModelConfig(**values)
+        config = _config(values)
     except InvalidArgument as error:
         raise InvalidArgument(f"{folder / CONFIG} does not describe a model: {error}") from error
     try:
@@ -62,9 +65,9 @@ def load_model(folder: str | Path) -> DecoderLM:
         raise StorageError(f"cannot read {path}: no such file") from error
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot read {path}: {error}") from error
-    if saved is not None and ModelConfig(**json.loads(saved)) != config:
+    if saved is not None and _config(json.loads(saved)) != config:
         raise InvalidArgument(f"{folder / CONFIG} is not the configuration that {path} was saved with; restore it")
-    model = DecoderLM(config)
+    model = SharedHybridLM(config) if isinstance(config, SharedHybridConfig) else DecoderLM(config)
     expected = model.state_dict()
     missing, left_over = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or left_over:
@@ -84,3 +87,8 @@ def load_model(folder: str | Path) -> DecoderLM:
     for parameter in model.parameters():
         parameter.requires_grad_()
     return model
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    """The configuration of whichever model has such keys."""
+    return SharedHybridConfig(**values) if "shared_at" in values else ModelConfig(**values)

@@ -30,15 +30,15 @@ class Attention(WithKernel):
         [q | k | v] = x W_qkv,   o = attention(turn(q), turn(k), v),   y = o W_out
 
     dim: channels of x and y. heads: query heads; kv_heads: a divisor of heads (equal: multi-head, the default; 1:
-    multi-query; between: grouped). head_dim: default dim / heads. kernel, normalizer, structure, scale, form and path
-    are those of `mercer.attention`; default causal softmax. rotary: turns queries and keys by their positions, which
-    count real tokens only, start anew in each packed document and go on from the state. Where its scaling depends on
-    the length of the sequence, the state keeps keys as they were before turning. alibi: adds the standard
-    slopes of ALiBi to the structure. gain: a learned factor on the output of L2, RMS or Standardize, "head" (one a
-    head) or "channel" (one a head and channel), which starts at `gain_init`; shift: the same for Standardize's bias,
-    which starts at 0. gate: SigmoidGate's gates are x W_gate, one a "channel" (the default) or one a "head". bias: adds
-    biases to all of these projections, or to those named out of "query", "key", "value" (together "qkv"), "output" and
-    "gate": ("query", "value", "output") is Whisper's, "qkv" Qwen's.
+    multi-query; between: grouped). head_dim: default dim / heads. output_dim: channels of y; default dim. kernel,
+    normalizer, structure, scale, form and path are those of `mercer.attention`; default causal softmax. rotary: turns
+    queries and keys by their positions, which count real tokens only, start anew in each packed document and go on from
+    the state. Where its scaling depends on the length of the sequence, the state keeps keys as they were before
+    turning. alibi: adds the standard slopes of ALiBi to the structure. gain: a learned factor on the output of L2, RMS
+    or Standardize, "head" (one a head) or "channel" (one a head and channel), which starts at `gain_init`; shift: the
+    same for Standardize's bias, which starts at 0. gate: SigmoidGate's gates are x W_gate, one a "channel" (the
+    default) or one a "head". bias: adds biases to all of these projections, or to those named out of "query", "key",
+    "value" (together "qkv"), "output" and "gate": ("query", "value", "output") is Whisper's, "qkv" Qwen's.
 
     A kernel that carries tensors (random directions, learned maps) is bound to this layer's heads: `kernel_tensors`
     has them as parameters or buffers, saved and moved with the layer. generator: draws them, and nothing else; without
@@ -56,6 +56,7 @@ class Attention(WithKernel):
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
+        output_dim: int | None = None,
         kernel: Kernel | None = None,
         normalizer: Normalizer | None = None,
         structure: Structure | None = None,
@@ -91,7 +92,9 @@ class Attention(WithKernel):
             [n * self.head_dim for n in (heads, kv_heads, kv_heads)],
             [part in with_bias for part in ("query", "key", "value")],
         )
-        self.output = nn.Linear(heads * self.head_dim, dim, bias="output" in with_bias)
+        self.output = nn.Linear(
+            heads * self.head_dim, dim if output_dim is None else output_dim, bias="output" in with_bias
+        )
         gates = gate_size(gate, self.normalizer, self.head_dim)
         self.gate = nn.Linear(dim, heads * gates, bias="gate" in with_bias) if gates else None
         self.recency = nn.Linear(dim, kv_heads) if recency else None
@@ -106,6 +109,7 @@ class Attention(WithKernel):
         padding: Tensor | None = None,
         structure: Structure | None = None,
         state: State | None = None,
+        added: Tensor | None = None,
         return_state: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -117,6 +121,7 @@ class Attention(WithKernel):
         padding: Tensor | None = None,
         structure: Structure | None = None,
         state: State | None = None,
+        added: Tensor | None = None,
         return_state: Literal[True],
     ) -> tuple[Tensor, State]: ...
 
@@ -127,12 +132,14 @@ class Attention(WithKernel):
         padding: Tensor | None = None,
         structure: Structure | None = None,
         state: State | None = None,
+        added: Tensor | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
         """x: [B, L, dim]; returns [B, L, dim], with the state after x if return_state.
 
         padding: bool [B, L], True for real tokens, anywhere; masked tokens are as if absent. structure: composed with
         the layer's own for this call (documents, decay). state: what earlier tokens left behind; x continues them.
+        added: what this call adds to [q | k | v] [B, L, (heads + 2 kv_heads) head_dim], as a low-rank adapter does.
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise InvalidArgument(f"attention expects [B, L, {self.dim}], got a tensor of {list(x.shape)}")
@@ -157,9 +164,9 @@ class Attention(WithKernel):
         }
         self._check_length(x, padding, documents, state)
         if self.rotary is not None and self.rotary.by_length:
-            out, after = turned_by_length.attend(self.rotary, *self._split(x), padding=padding, **options)
+            out, after = turned_by_length.attend(self.rotary, *self._split(x, added), padding=padding, **options)
         else:
-            result = attention(*self._project(x, padding, documents, state), **options)
+            result = attention(*self._project(x, padding, documents, state, added), **options)
             out, after = result if isinstance(result, tuple) else (result, None)
         y = self.output(out.transpose(1, 2).flatten(2))
         return y if after is None else (y, after)
@@ -191,21 +198,35 @@ class Attention(WithKernel):
         totals = sizes if offset is None else sizes.to(offset.device) + offset.view(x.shape[0], -1)
         self.rotary.check_length(int(totals.max()))
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _fused(self, x: Tensor, added: Tensor | None) -> Tensor:
+        """Queries, keys and values [B, L, heads + 2 kv_heads, D]."""
+        qkv = self.qkv(x)
+        if added is not None:
+            if added.shape != qkv.shape:
+                raise InvalidArgument(f"added must be {list(qkv.shape)}, as [q | k | v] is, got {list(added.shape)}")
+            qkv = qkv + added
+        return qkv.view(*x.shape[:2], self.heads + 2 * self.kv_heads, self.head_dim)
+
+    def _split(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, L, H, D] as the projection gives them."""
-        qkv = self.qkv(x).view(*x.shape[:2], self.heads + 2 * self.kv_heads, self.head_dim)
+        qkv = self._fused(x, added)
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), 2)
         return query, key, value
 
     def _project(
-        self, x: Tensor, padding: Tensor | None, documents: Documents | None, state: State | None
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        documents: Documents | None,
+        state: State | None,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, L, D], turned if there is a rotary."""
         batch, length, _ = x.shape
         if self.rotary is None:
-            parts = self._split(x)
+            parts = self._split(x, added)
         else:
-            qkv = self.qkv(x).view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim)
+            qkv = self._fused(x, added)
             run = heads_per_run(self.head_dim, self.heads, self.kv_heads)
             dtype = torch.promote_types(qkv.dtype, torch.float32)
             if padding is None and documents is None and state is None:

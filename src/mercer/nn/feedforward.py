@@ -33,8 +33,14 @@ class FeedForward(nn.Module):
         self.input = nn.Linear(dim, 2 * hidden if kind in GATED else hidden, bias=bias)
         self.output = nn.Linear(hidden, dim, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., dim]; returns [..., dim]."""
+    def forward(self, x: Tensor, *, added: Tensor | None = None) -> Tensor:
+        """x: [..., dim]; returns [..., dim]. added: what this call adds to W_in x, as a low-rank adapter does."""
+        if added is not None:
+            inner = self.input(x) + added
+            if self.kind not in GATED:
+                return self.output(ACTIVATIONS[self.kind].apply(inner))
+            gate, value = inner.chunk(2, -1)
+            return self.output(ACTIVATIONS[GATED[self.kind]].apply(gate) * value)
         if self.kind in GATED:
             return self.output(gated_linear(x, self.input.weight, self.input.bias, gate=GATED[self.kind]))
         return self.output(ACTIVATIONS[self.kind].apply(self.input(x)))
