@@ -131,8 +131,16 @@ def test_flat_and_sharp_rows(size, tolerance):
     compare(draw(1, 2, 2, 50, 50, 16, size=size), 1.0, Sight.of(50, 50, right=0), tolerance)
 
 
-def test_a_negative_scale():
-    compare(draw(1, 2, 2, 50, 50, 16), -0.5, Sight.of(50, 50, right=0))
+@pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_that_is_not_positive(scale, dtype):
+    compare(draw(1, 2, 2, 50, 50, 16, dtype=dtype), scale, Sight.of(50, 50, right=0))
+
+
+def test_sharp_and_underflowing_rows_of_bfloat16():
+    """Weights down to the smallest float32 and below, where products in tiles must not stall or give anything."""
+    inputs = draw(1, 2, 2, 70, 70, 16, dtype=HALF, size=8.0)
+    compare(inputs, 0.25, Sight.of(70, 70, right=0), 2e-2)
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
@@ -186,12 +194,12 @@ def test_wide_rows_of_narrow_inputs_are_not_rounded():
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows(which, what, dtype):
-    inputs = [t.detach().clone() for t in draw(1, 1, 1, 20, 20, 16, dtype=dtype)]
-    inputs[which][0, 0, 17, 3] = what
-    out, _ = softmax_attention(*inputs, 0.25, Sight.of(20, 20, right=0))
-    expected, _ = definition(*inputs, 0.25, Sight.of(20, 20, right=0))
-    assert (out.isfinite() <= expected.isfinite())[:, :, 17:].all()
-    assert out[0, 0, :16].isfinite().all()  # rows whose tile of keys ends before it
+    inputs = [t.detach().clone() for t in draw(1, 1, 1, 40, 40, 16, dtype=dtype)]
+    inputs[which][0, 0, 37, 3] = what
+    out, _ = softmax_attention(*inputs, 0.25, Sight.of(40, 40, right=0))
+    expected, _ = definition(*inputs, 0.25, Sight.of(40, 40, right=0))
+    assert (out.isfinite() <= expected.isfinite())[:, :, 37:].all()
+    assert out[0, 0, :32].isfinite().all()  # rows whose tile of keys, 16 or 32 of them, ends before it
 
 
 def test_scores_of_minus_infinity_only_are_not_an_empty_row():
@@ -301,6 +309,28 @@ def test_the_plan_says_what_multiplies_bfloat16(monkeypatch):
         assert softmax.narrow(HALF, HALF) is there
     assert "products" not in mercer.plan(*call(), **options).reason
     assert not softmax.narrow(HALF, SINGLE)
+
+
+def test_without_tiles_bfloat16_is_multiplied_in_pairs(monkeypatch):
+    """On a processor with AMX the tests of bfloat16 above are of tiles; on any other these say what they say."""
+    from mercer.backends import softmax_vectors
+
+    monkeypatch.setattr(softmax_vectors, "TILES", False)
+    assert not softmax.tiled()
+    for name in ("causal", "holes", "causal alibi"):
+        compare(draw(2, 4, 2, 37, 70, 48, 24, HALF), 48**-0.5, sights(37, 70)[name])
+    compare(draw(1, 2, 1, 300, 300, 64, dtype=HALF), 0.125, Sight.of(300, 300, right=0))
+
+
+def test_tile_registers_are_left_as_they_were():
+    """torch's products in bfloat16 keep their own shapes of them between calls in one thread."""
+    left, right = torch.randn(64, 96).to(HALF), torch.randn(96, 48).to(HALF)
+    inputs = [t.detach() for t in draw(1, 2, 2, 70, 70, 16, dtype=HALF)]
+    before = left @ right
+    for _ in range(3):
+        softmax_attention(*inputs, 0.25, Sight.of(70, 70, right=0))
+        assert torch.equal(left @ right, before)
+    assert_close(before, left.double() @ right.double(), 96, dtype=HALF)
 
 
 def test_without_the_instruction_bfloat16_is_widened(monkeypatch):

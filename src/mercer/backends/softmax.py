@@ -2,10 +2,11 @@
 
     o_i = sum_j p_ij v_j,   p_ij = exp(s_ij - log_sum_i),   s_ij = scale q_i . k_j - slope |i - j|
 
-over the keys that a query sees, in O(n) memory. Products are of pairs of bfloat16 where query, key and value are
-bfloat16 and the processor has AVX512-BF16 (weights are then rounded to bfloat16 for the second product, as fused
-kernels elsewhere do), and of float32 otherwise; scores, exponentials and sums are always float32. Every sum is made by
-one thread in an order that depends on sizes only: the digits are the same for any number of threads.
+over the keys that a query sees, in O(n) memory. Products are of bfloat16 where query, key and value are bfloat16 and
+the processor multiplies it, in the tile registers of AMX or else by AVX512-BF16 (weights are then rounded to bfloat16
+for the second product, as fused kernels elsewhere do), and of float32 otherwise; scores, exponentials and sums are
+always float32. Every sum is made by one thread in an order that depends on sizes only: the digits are the same for any
+number of threads.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mercer.core.places import Place
 from mercer.core.structures import Pattern
 from mercer.core.support import Sizes
 from mercer.errors import InvalidArgument, Unsupported
+from mercer.runtime.processor import multiplies_tiles
 
 WIDEST = 256
 """Largest head dimension: up to it a block of keys and values and what is made of it fit the nearest caches."""
@@ -149,6 +151,15 @@ def narrow(*dtypes: torch.dtype) -> bool:
     return NARROW
 
 
+def tiled() -> bool:
+    """Whether products in bfloat16 are computed in the tile registers of AMX: here by bands, not by patterns."""
+    if not installed():
+        return False
+    from mercer.backends.softmax_vectors import TILES
+
+    return TILES and multiplies_tiles()
+
+
 def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Sight, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -264,7 +275,10 @@ class _Pass(Tables):
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Sight) -> None:
         super().__init__(query, key, value, scale, at.TENSORS, at.SIZES)
-        self.tiles = -(-query.shape[2] // LANES), -(-key.shape[2] // LANES)
+        self.tiled = self.narrow and tiled()
+        step = 2 if self.tiled else 1  # a product in tile registers is over 32 keys or queries
+        queries, keys = (-(-x.shape[2] // (step * LANES)) * step for x in (query, key))
+        self.tiles = queries, keys
         if not all(self.tiles):
             return
         queries = (sight.query_at, sight.query_valid, self.tiles[0], at.HIDDEN_QUERY)
@@ -287,7 +301,10 @@ class _Pass(Tables):
         """Rows, in ``dtype`` if products are of that too, else in float32; and their log-sums."""
         if not self.query.numel() or not self.key.numel():
             return torch.zeros(*self.query.shape[:3], self.value.shape[3]), torch.full(self.query.shape[:3], -torch.inf)
-        from mercer.backends.softmax_kernels import compiled, room
+        if self.tiled:
+            from mercer.backends.tile_softmax import compiled, room
+        else:
+            from mercer.backends.softmax_kernels import compiled, room
 
         pack_keys, attend, _ = compiled()
         batch, heads, queries, dim = self.query.shape
@@ -296,7 +313,8 @@ class _Pass(Tables):
         log_sum = torch.empty(batch, heads, queries)
         self.put(at.OUT, out)
         self.put(at.LOG_SUM, log_sum)
-        wide = [-(-n // LANES) * LANES for n in (dim, width)]
+        deep = 2 * LANES if self.tiled else LANES
+        wide = -(-dim // deep) * deep, -(-width // LANES) * LANES
         packed = [
             torch.empty(self.key.shape[0] * self.key.shape[1] * key_tiles * LANES * n * (2 if self.narrow else 4) // 4)
             for n in wide
@@ -306,7 +324,7 @@ class _Pass(Tables):
         chunk = max(1, min(CHUNK, batch * heads * query_tiles // (4 * torch.get_num_threads())))
         self.sizes[at.CHUNK] = chunk
         items = batch * heads * -(-query_tiles // chunk)
-        blocks = self.key.shape[0] * self.key.shape[1] * key_tiles
+        blocks = self.key.shape[0] * self.key.shape[1] * (key_tiles // 2 if self.tiled else key_tiles)
         work = scratch(threads_for(max(items, blocks)), room(dim, width, chunk))
         tables = self.tensors, self.sizes
         share(blocks, lambda thread, start, stop: pack_keys(*tables, work[thread].data_ptr(), start, stop))
@@ -326,8 +344,12 @@ class _Pass(Tables):
         if not self.query.numel() or not self.key.numel():
             query, key, value = (torch.zeros(x.shape, dtype=kind) for x, kind in zip(inputs, dtypes, strict=True))
             return query, key, value
-        from mercer.backends.softmax_backward import room
-        from mercer.backends.softmax_kernels import compiled
+        if self.tiled:
+            from mercer.backends.tile_backward import room
+            from mercer.backends.tile_softmax import compiled
+        else:
+            from mercer.backends.softmax_backward import room
+            from mercer.backends.softmax_kernels import compiled
 
         _, _, retrace = compiled()
         batch, heads, _, dim = self.key.shape
@@ -339,6 +361,7 @@ class _Pass(Tables):
             self.put(at.LOG_UPSTREAM, grad_log_sum.float().contiguous())
         splits = max(1, *(min(-(-items // (batch * heads)), key_tiles // tiles) for items, tiles in RUNS))
         split = -(-key_tiles // splits)
+        split += split % 2 if self.tiled else 0
         splits = -(-key_tiles // split)
         self.sizes[at.SPLIT], self.sizes[at.SPLITS] = split, splits
         grads = [

@@ -51,8 +51,16 @@ def _has_pairs() -> bool:
     return config.CPU_NAME in (None, "host") and bool(llvm.get_host_cpu_features().get("avx512bf16", False))
 
 
+def _has_tiles() -> bool:
+    if config.CPU_FEATURES is not None:
+        return "+amx-bf16" in config.CPU_FEATURES.split(",")
+    return config.CPU_NAME in (None, "host") and bool(llvm.get_host_cpu_features().get("amx-bf16", False))
+
+
 NARROW = _has_pairs()
 """Whether the processor multiplies pairs of bfloat16 into float32."""
+TILES = NARROW and _has_tiles()
+"""Whether it also multiplies tiles of them, where the system lets it."""
 VECTORS = 4
 """Vectors of 16 queries that the backward pass takes together."""
 SPREAD = VECTORS * LANES
