@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mercer.core.constant_result import constant_result
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.merged import Merged, merge
 from mercer.core.mixed import Mixed
@@ -149,6 +150,8 @@ def attention(
             are exponentials of numbers too far apart. Looked for on the CPU.
     """
     if torch.compiler.is_compiling() and _has_schedule(structure):
+        _make_outside()
+        assert _outside is not None
         return _outside(
             query, key, value, kernel=kernel, normalizer=normalizer, structure=structure, scale=scale, state=state,
             return_state=return_state, return_lse=return_lse, form=form, path=path, backend=backend,
@@ -183,8 +186,17 @@ def attention(
     return (out, after) if log_sum is None else (out, after, log_sum)
 
 
-_outside: Callable[..., Any] = torch.compiler.disable(attention)
+_outside: Callable[..., Any] | None = None
 """The call itself between two graphs: a compiler would trace how a schedule is made, each time anew, and keep none."""
+
+
+@constant_result
+def _make_outside() -> bool:
+    """Make it when a compiler traces, since making it imports the compiler."""
+    global _outside
+    if _outside is None:
+        _outside = torch.compiler.disable(attention)
+    return True
 
 
 def _has_schedule(structure: object) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mercer.core.constant_result import constant_result
 from mercer.core.first_order import first_order
 
 
@@ -97,7 +98,7 @@ def _starts(dim: int, degree: int) -> list[int]:
     return [every - monomial_count(dim - i, degree - 1) for i in range(dim)]
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _weights(dim: int, degree: int) -> Tensor:
     """The factors of :func:`raising_table`; a constant to ``torch.compile``, which cannot trace how they are found."""
     return raising_table(dim, degree)[1]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mercer.core.carrying import CarryingKernel
+from mercer.core.constant_result import constant_result
 from mercer.core.normalizers import unit
 from mercer.errors import InvalidArgument
 
@@ -68,7 +69,7 @@ def _converted(arguments: tuple[Any, ...], dtype: torch.dtype, device: torch.dev
         return draw_directions(*arguments).to(device, dtype)
 
 
-@torch.compiler.assume_constant_result  # which cannot trace how they are drawn
+@constant_result  # torch.compile cannot trace how they are drawn
 def _constant(arguments: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return _converted(arguments, dtype, device)
 
