@@ -46,6 +46,11 @@ def _mamba2_like(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def _jamba_like(**changes: Any) -> dict[str, Any]:
+    shapes = {"num_key_value_heads": 2, "num_experts": 4, "mamba_d_state": 8, "num_hidden_layers": 4}
+    return _llama_like(**(shapes | {"attn_layer_period": 3, "attn_layer_offset": 1} | changes))
+
+
 def _zamba2_like(**changes: Any) -> dict[str, Any]:
     shapes = {"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 16, "time_step_min": 0.02}
     kinds = changes.pop("layers", ["mamba", "hybrid", "hybrid"])
@@ -131,6 +136,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         _mamba2_like(
             n_groups=2, use_bias=True, use_conv_bias=False, tie_word_embeddings=True, time_step_limit=[0.02, 0.5]
         ),
+    ),
+    "jamba": ("JambaForCausalLM", _jamba_like()),
+    "jamba, without experts": (
+        "JambaForCausalLM",
+        _jamba_like(num_hidden_layers=3, num_experts=1, mamba_dt_rank=3, mamba_proj_bias=True, mamba_conv_bias=False),
     ),
     "zamba2": (
         "Zamba2ForCausalLM",
@@ -225,9 +235,9 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
 """Encoder-decoders: of each name the class and its configuration."""
 
 
-SPREADS = {"t5": 0.15, "switch_transformers": 0.15, "zamba": 0.1, "zamba2": 0.1}
+SPREADS = {"t5": 0.15, "switch_transformers": 0.15, "jamba": 0.2, "zamba": 0.1, "zamba2": 0.1}
 """Standard deviations below 0.3: where scores are not divided by sqrt(d), and where several layers follow each other
-without a residual, which multiplies the roundings of both libraries."""
+without a residual or between norms, which multiplies the roundings of both libraries."""
 
 
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:

@@ -65,6 +65,7 @@ _HOMES = {
     "mamba": "mamba",
     "falcon_mamba": "mamba",
     "mamba2": "mamba2",
+    "jamba": "jamba",
     "zamba2": "zamba2",
 }
 """Of each model type the module of `mercer.checkpoints.families` that has it."""

@@ -25,6 +25,7 @@ from mercer.checkpoints.source import Safetensors, Source
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.models.block_config import BlockConfig
 from mercer.models.chat import ChatTemplate, load_chat_template
+from mercer.models.configured import swapped
 from mercer.models.decoder import DecoderLM
 from mercer.models.io import load_model
 from mercer.models.seq2seq import Seq2Seq
@@ -280,7 +281,7 @@ def with_attention(config: Any, attention: str | Sequence[str]) -> Any:
     """A configuration with another attention in its layers."""
     if not isinstance(config, BlockConfig):
         raise InvalidArgument(f"the attention of a {type(config).__name__} cannot be named")
-    return type(config)(**{**config.model_dump(), "attention": attention})
+    return swapped(config, attention)
 
 
 def _native(
