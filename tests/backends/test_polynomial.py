@@ -346,8 +346,14 @@ def test_bad_input_is_named(change, message):
 def test_what_has_no_gradient_here_is_refused():
     inputs = draw(1, 1, 1, 4, 2, 2)
     log = torch.zeros(1, 1, 4, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(Unsupported, match="no gradient for log"):
-        polynomial_scan(*inputs, coefficients=(0.0, 1.0), log=log, mass=False, divide=False)
+    with pytest.raises(Unsupported, match="mass=False only"):
+        polynomial_scan(*inputs, coefficients=(0.0, 1.0), log=log, mass=True, divide=True)
+    with pytest.raises(Unsupported, match="float32 values"):
+        polynomial_scan(
+            *inputs[:2], inputs[2].bfloat16(), coefficients=(0.0, 1.0), log=log, mass=False, divide=False
+        )  # fmt: skip
+    with pytest.raises(Unsupported, match="no gradient for weight"):
+        polynomial_scan(*inputs, coefficients=(0.0, 1.0), weight=log + 1, mass=False, divide=False)
     with pytest.raises(Unsupported, match="backend='torch'"):
         polynomial_scan(*(x.double() for x in inputs), coefficients=(0.0, 1.0), mass=False, divide=False)
 

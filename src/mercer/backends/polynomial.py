@@ -43,14 +43,11 @@ LEAST_FLOPS = 1 << 22
 
 
 def serves(kernel: Kernel, merged: Merged, sizes: Sizes) -> bool:
-    """Whether the kernels compute this combination: causal, in float32 sums, on the CPU; no decay that is trained."""
+    """Whether the kernels compute this combination: causal, in float32 sums, on the CPU."""
     coefficients = kernel.polynomial()
-    weights = [t for part in (merged.decay, merged.alibi) if part is not None for t in vars(part).values()]
-    trained = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in weights)
     return (
         coefficients is not None
         and merged.causal
-        and not trained
         and sizes.device == "cpu"
         and sizes.itemsize == 4
         and sizes.dim > 0
@@ -90,7 +87,7 @@ def polynomial_scan(
         map: what is done to queries and keys first: ``identity``, ``elu`` (elu(x) + 1) or ``relu``.
         scale: put on the mapped queries.
         log: cumulative log-decay G after each token, ``[b, h, L]`` float64 with b and h 1 or B and Hk; never
-            increasing. No gradient.
+            increasing. It has a gradient without ``mass``: ask for the denominators as a column of ones in the value.
         weight: w, the weight of each key, ``[b, h, L]``; what stands in a key or value of weight 0 is not looked at.
             No gradient.
         state: the state before the first token, S_0 ``[B, Hk, F, Dv]`` float32; default 0.
@@ -108,7 +105,7 @@ def polynomial_scan(
     q, k, v = (_rows(x) for x in (query, key, value))
     batch, heads, length = key.shape[:3]
     if log is not None:
-        log = log.detach().double().expand(batch, heads, length)
+        log = log.double().expand(batch, heads, length)
     if weight is not None:
         weight = weight.detach().float().expand(batch, heads, length)
     if state is not None:
@@ -157,8 +154,9 @@ class _Scan(torch.autograd.Function):
         _run(kernels.compiled_forward(), table, query, key, value, options)
         ctx.set_materialize_grads(False)
         ctx.options = options
+        read = (out, final) if ctx.needs_input_grad[3] else (None, None)
         ctx.save_for_backward(
-            query, key, value, log, weight, state, mass_state, denominator if options.divide else None
+            query, key, value, log, weight, state, mass_state, denominator if options.divide else None, *read
         )
         return out, None if options.divide else denominator, final, final_mass
 
@@ -173,7 +171,7 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         from mercer.backends import polynomial_kernels as kernels
 
-        query, key, value, log, weight, state, mass_state, denominator = ctx.saved_tensors
+        query, key, value, log, weight, state, mass_state, denominator, out, final = ctx.saved_tensors
         options: _Options = ctx.options
         if grad_out is None:
             grad_out = torch.zeros(1, dtype=torch.float32).expand(*query.shape[:3], value.shape[-1])
@@ -195,7 +193,22 @@ class _Scan(torch.autograd.Function):
         places = (at.GRAD_QUERY, at.GRAD_KEY, at.GRAD_VALUE, at.GRAD_STATE, at.GRAD_MASS)
         table |= dict(zip(places, grads, strict=True))
         _run(kernels.compiled_backward(), table, query, key, value, options)
-        return *grads[:3], None, None, *grads[3:], None
+        grad_log = None
+        if out is not None:
+            grad_log = _log_gradient(out, grad_out, value, grads[2], weight)
+            if grad_final is not None and grad_log.shape[-1]:
+                grad_log[..., -1] += (final.double() * grad_final).sum((-2, -1))
+        return *grads[:3], grad_log, None, *grads[3:], None
+
+
+def _log_gradient(out: Tensor, grad_out: Tensor, value: Tensor, grad_value: Tensor, weight: Tensor | None) -> Tensor:
+    """The gradient of G: all that a query reads has its factor exp(G_i), all that a key wrote exp(-G_j), whatever the
+    kernel; so it is do_i . o_i - v_i . dv_i, ``[B, Hk, L]`` float64. A token's own pair is in both.
+    """
+    heads = value.shape[1]
+    read = (grad_out * out).sum(-1, dtype=torch.float64).unflatten(1, (heads, -1)).sum(2)
+    written = (value * grad_value).sum(-1, dtype=torch.float64)
+    return read - (written if weight is None else written.masked_fill(weight == 0, 0))
 
 
 def _inputs(
@@ -332,7 +345,13 @@ def _check(
                 f"polynomial_scan: {name} must be [1 or {batch}, 1 or {heads}, {length}], not {list(x.shape)}."
             )
         if x.requires_grad and torch.is_grad_enabled():
-            raise Unsupported(f"polynomial_scan has no gradient for {name}: use backend='torch'.")
+            if name == "weight":
+                raise Unsupported("polynomial_scan has no gradient for weight: multiply the values by it.")
+            if mass or value.dtype != torch.float32:
+                raise Unsupported(
+                    "polynomial_scan has a gradient for log with float32 values and mass=False only: put a column of "
+                    "ones behind the values for the sums of the weights."
+                )
     features = feature_count(dim, coefficients)
     for name, x, shape in (
         ("state", state, (batch, heads, features, value.shape[3])),

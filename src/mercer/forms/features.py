@@ -150,10 +150,20 @@ def _fused(
     # Without an order there is one query and one key, and it sees that key.
     assert causal or (call.form == "recurrent" and key.shape[2] == query.shape[2] == 1)
     run = recurrent_step if call.form == "recurrent" else polynomial_scan
+    given, masses, width = call.state is not None, state.mass is not None, value.shape[-1]
+    start, mass_start = (state.features, state.mass) if given else (None, None)
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (log, weight))
+    if trained:  # denominators as a column of the value: then every row has one gradient
+        value = value.to(call.precision)
+        if masses:
+            value = torch.nn.functional.pad(value, (0, 1), value=1.0)
+            start = start if mass_start is None or start is None else torch.cat((start, mass_start.unsqueeze(-1)), -1)
+            mass_start = None
+        if weight is not None:
+            value, weight = value * weight.unsqueeze(-1), None
     if valid is not None:
         there = valid.unsqueeze(1).to(torch.float32)
         weight = there if weight is None else weight * there
-    given = call.state is not None
     out, denominator, final, mass = run(
         query,
         key,
@@ -163,12 +173,15 @@ def _fused(
         scale=1.0 if call.kernel.fused_map is None else call.scale,
         log=log,
         weight=weight,
-        state=state.features if given else None,
-        mass_state=state.mass if given else None,
-        mass=state.mass is not None,
+        state=start,
+        mass_state=mass_start,
+        mass=masses and not trained,
         # The log-sum of a row is made of its denominator.
-        divide=type(call.normalizer) is Sum and not (call.unnormalized or call.log_sums or call.kernel.log_features),
+        divide=type(call.normalizer) is Sum
+        and not (trained or call.unnormalized or call.log_sums or call.kernel.log_features),
     )
+    if trained and masses:
+        return out[..., :width], out[..., width], Sums(final[..., :width], final[..., width])
     return out, denominator, Sums(final, mass)
 
 
