@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._mamba_rows import mamba, selective_scan
+
 Run = Callable[..., Tensor]
 """Takes a case's tensors in their order and returns outputs, of one shape for all of a case."""
 
@@ -171,10 +173,36 @@ def rwkv7(length: int, heads: int = 8, dim: int = 64) -> Case:
     return Case(shape, tensors, _forms(arguments), peers, flops, frozenset({"ours, recurrent", names[0]}))
 
 
+def rwkv4(length: int, channels: int = 512) -> Case:
+    """RWKV-4's average of every channel alone. Of a token's channel forward: two exponentials, each counted as one
+    operation, and a dozen others; backward makes them again. No product of matrices is in it, so that its limit is far:
+    12 bytes a channel are read and written.
+    """
+    from mercer.mixers.wkv import wkv
+
+    def by(form: str) -> Run:
+        return lambda k, v, w, u: wkv(k, v, log_decay=-w.exp(), bonus=u, form=form)[0]  # pyright: ignore[reportArgumentType]
+
+    def peer(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
+
+        return rwkv_linear_attention_cpu(w, u, k, v)[0]
+
+    ours = {"ours" if form == "auto" else f"ours, {form}": by(form) for form in ("auto", "chunked", "recurrent")}
+    name = "transformers rwkv_linear_attention_cpu"
+    entries = length * channels
+    tensors = (_normal(1, length, channels), _normal(1, length, channels), 2 * _normal(channels) - 2, _normal(channels))
+    slow = frozenset({"ours, recurrent", name})
+    return Case(f"B=1 n={length:,} C={channels}", tensors, ours, {name: peer}, (14 * entries, 52 * entries), slow)
+
+
 ROWS: dict[str, Callable[[int], Case]] = {
     "gla": gla,
     "deltanet": deltanet,
     "gated-deltanet": gated_deltanet,
+    "rwkv4": rwkv4,
     "rwkv6": rwkv6,
     "rwkv7": rwkv7,
+    "selective-scan": selective_scan,
+    "mamba": mamba,
 }
