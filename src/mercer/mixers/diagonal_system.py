@@ -40,17 +40,19 @@ class DiagonalSystem(System):
     def kernel(self, count: int) -> Tensor:
         """The product of two Vandermonde matrices, of powers of A^BLOCK and of A: l = i BLOCK + j."""
         blocks = -(-count // BLOCK)
-        outer = self._table(powers(self._doubled[-1], blocks).transpose(1, 2))
-        inner = self._readers((self.read * self.write).unsqueeze(-1) * self._powers[..., :BLOCK])
+        outer = self._table(powers(self._doubled[-1], blocks, self._kind).transpose(1, 2))
+        inner = self._readers(self._numbers(self.read * self.write).unsqueeze(-1) * self._powers[..., :BLOCK])
         return (outer @ inner).flatten(1)[:, :count]
 
     @cached_property
     def reads(self) -> Tensor:
-        return self._readers(self.read.unsqueeze(-1) * self._powers[..., 1:])
+        return self._readers(self._numbers(self.read).unsqueeze(-1) * self._powers[..., 1:])
 
     @cached_property
     def writes(self) -> Tensor:
-        return self._table((self.write.unsqueeze(-1) * self._powers[..., :BLOCK].flip(-1)).transpose(1, 2))
+        return self._table(
+            (self._numbers(self.write).unsqueeze(-1) * self._powers[..., :BLOCK].flip(-1)).transpose(1, 2)
+        )
 
     def move(self, state: Tensor, doublings: int) -> Tensor:
         moved = self._numbers(self._doubled[doublings]).unsqueeze(1) * self._pairs(state)
@@ -58,8 +60,8 @@ class DiagonalSystem(System):
 
     @cached_property
     def _powers(self) -> Tensor:
-        """A^0 to A^BLOCK, ``[H, M, BLOCK + 1]``."""
-        return powers(self.keep, BLOCK + 1)
+        """A^0 to A^BLOCK, ``[H, M, BLOCK + 1]``, in the precision of the states."""
+        return powers(self.keep, BLOCK + 1, self._kind)
 
     @cached_property
     def _doubled(self) -> list[Tensor]:
@@ -69,9 +71,13 @@ class DiagonalSystem(System):
             out.append(out[-1] * out[-1])
         return out
 
+    @property
+    def _kind(self) -> torch.dtype:
+        return self.dtype.to_complex() if self.keep.is_complex() else self.dtype
+
     def _numbers(self, x: Tensor) -> Tensor:
         """In the precision of the states."""
-        return x.to(self.dtype.to_complex() if x.is_complex() else self.dtype)
+        return x.to(self._kind)
 
     def _pairs(self, state: Tensor) -> Tensor:
         """States as the numbers they are."""
@@ -79,20 +85,20 @@ class DiagonalSystem(System):
 
     def _table(self, x: Tensor) -> Tensor:
         """``[..., M]`` as ``[..., N]``."""
-        x = self._numbers(x)
-        return torch.view_as_real(x.resolve_conj()).flatten(-2) if x.is_complex() else x
+        return torch.view_as_real(x).flatten(-2) if x.is_complex() else x
 
     def _readers(self, x: Tensor) -> Tensor:
         """``[H, N, count]`` whose product with real states is y, for factors ``[H, M, count]``."""
-        x = self._numbers(x)
         return torch.stack((2 * x.real, -2 * x.imag), 2).flatten(1, 2) if x.is_complex() else x
 
 
-def powers(x: Tensor, count: int) -> Tensor:
-    """x^0 to x^(count-1), in a new last dimension, by doubling."""
-    out = torch.ones_like(x).unsqueeze(-1)
-    factor = x.unsqueeze(-1)  # of as many powers as there are
+def powers(x: Tensor, count: int, kind: torch.dtype | None = None) -> Tensor:
+    """x^0 to x^(count-1), in a new last dimension, by doubling: each is a product of some of x, x^2, x^4, ..., which
+    have the precision of x and are multiplied in that of `kind`, x's own by default.
+    """
+    factor = x.unsqueeze(-1)
+    out = torch.ones_like(factor, dtype=kind)
     while out.shape[-1] < count:
-        out = torch.cat((out, out * factor), -1)
+        out = torch.cat((out, out * factor.to(out.dtype)), -1)
         factor = factor * factor
     return out[..., :count]

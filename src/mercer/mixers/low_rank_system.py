@@ -82,11 +82,16 @@ class LowRankSystem(System):
         return rows.to(self.dtype)
 
     def move(self, state: Tensor, doublings: int) -> Tensor:
-        return state @ self._squares[doublings].to(self.dtype)
+        return state @ self._moves[doublings]
+
+    @cached_property
+    def _moves(self) -> list[Tensor]:
+        """The squares in the precision of the states."""
+        return [square.to(self.dtype) for square in self._squares]
 
     @cached_property
     def _squares(self) -> list[Tensor]:
-        """Transposes of A^1, A^2, A^4, ..., A^BLOCK on real and imaginary parts, ``[H, N, N]``: steps of unit vectors."""
+        """Transposes of A^1, A^2, A^4, ..., A^BLOCK on real and imaginary parts, ``[H, N, N]``, from unit vectors."""
         eye = torch.eye(self.size, dtype=torch.float64, device=self.rates.device)
         units = torch.view_as_complex(eye.unflatten(1, (-1, 2)))
         moved = self._step(units.unsqueeze(1), self.pace.new_zeros(1), torch.complex128)
@@ -119,14 +124,23 @@ def _inner(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _generating(rates: Tensor, low: Tensor, write: Tensor, read: Tensor, pace: Tensor, order: int) -> Tensor:
-    """C (1 - A z)^-1 B at the roots of unity from 1 to -1, ``[H, order // 2 + 1]``."""
-    turn = torch.arange(order // 2 + 1, dtype=torch.float64, device=rates.device) * (-2 * torch.pi / order)
-    z = torch.polar(torch.ones_like(turn), turn)
-    shift, factor = pace * (1 - z), (1 + z).unsqueeze(1)
-    rows = torch.stack((read * write, read * low, low.conj() * write, low.conj() * low), -1)  # [H, M, 4]
-    sums = torch.zeros((), dtype=rates.dtype, device=rates.device)
-    for numbers, nodes in ((rows, rates), (rows.conj(), rates.conj())):
-        sums = sums + (1 / (shift.unsqueeze(-1) - factor * nodes.unsqueeze(1))) @ numbers
-    both, first, second, middle = sums.unbind(-1)
-    factor = factor.squeeze(1)
-    return 2 * (both - factor * first * second / (1 + factor * middle))
+    """C (1 - A z)^-1 B at the roots of unity z = e^(-i turn) from 1 to -1, ``[H, order // 2 + 1]``.
+
+    A pair of conjugate numbers with the product q = x y adds q / d + conj(q) / conj(d at conj(z)), d = pace (1 - z) -
+    rate (1 + z), of which the common denominator over z is, with s and c the sine and cosine of turn / 2,
+    4 |rate|^2 c^2 - 4 pace^2 s^2 - 8 i Re(rate) pace s c: all of it real arithmetic.
+    """
+    half = torch.arange(order // 2 + 1, dtype=torch.float64, device=rates.device) * (torch.pi / order)
+    sine, cosine = half.sin(), half.cos()
+    size = rates.abs().square().unsqueeze(1)
+    real = 4 * (size * cosine.square().unsqueeze(1) - (pace.square() * sine.square()).unsqueeze(-1))
+    imaginary = -8 * (pace * sine * cosine).unsqueeze(-1) * rates.real.unsqueeze(1)
+    norm = 1 / (real.square() + imaginary.square())
+    products = torch.stack((read * write, read * low, low.conj() * write, low.conj() * low), -1)  # [H, M, 4]
+    # Numerators: 2 Re(q) pace (1 - z) - 2 Re(q conj(rate)) (1 + z).
+    factors = 2 * torch.cat((products.real, (products * rates.conj().unsqueeze(-1)).real), -1)
+    inverse = torch.complex((real * norm) @ factors, -((imaginary * norm) @ factors))
+    z = torch.polar(torch.ones_like(half), -2 * half)
+    ahead, behind = (pace * (1 - z) / z).unsqueeze(-1), ((1 + z) / z).unsqueeze(-1)
+    both, first, second, middle = (ahead * inverse[..., :4] - behind * inverse[..., 4:]).unbind(-1)
+    return 2 * (both - (1 + z) * first * second / (1 + (1 + z) * middle))

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ class StateSpace(Mixer):
         self.log_step = nn.Parameter(torch.empty(dim))
         self.skip = nn.Parameter(torch.empty(dim))
         self.output = nn.Linear(dim, 2 * dim if glu else dim)
+        self._made: tuple[torch.dtype, list[Tensor], System] | None = None
 
     def _start_common(self, least: float, most: float, generator: torch.Generator | None) -> None:
         """Steps log-uniform between the two, D from N(0, 1)."""
@@ -94,10 +96,25 @@ class StateSpace(Mixer):
         with torch.autocast(x.device.type, enabled=False):
             u = x.to(wide)
             state = None if past is None else past["state"].to(wide).flatten(2)
-            y, after = run(self.system(wide), u, state=state, lengths=lengths, form=self.form)
+            y, after = run(self._system(wide), u, state=state, lengths=lengths, form=self.form)
             y = nn.functional.gelu(y + self.skip.to(wide) * u).to(x.dtype)
         out = self.output(y)
         return nn.functional.glu(out, -1) if self.glu else out, {"state": after.unflatten(2, self.shape)}
+
+    def _system(self, dtype: torch.dtype) -> System:
+        """The same; where no gradient is wanted it is kept for the next call, while the parameters have its values."""
+        if torch.is_grad_enabled():
+            return self.system(dtype)
+        now = [p for name, p in self.named_parameters(recurse=False) if name != "skip"]
+        if self._made is not None:
+            kind, values, system = self._made
+            if kind == dtype and all(
+                p.device == v.device and torch.equal(p, v) for p, v in zip(now, values, strict=True)
+            ):
+                return system
+        system = self.system(dtype)
+        self._made = dtype, [p.detach().clone() for p in now], system
+        return system
 
 
 def run(
@@ -139,25 +156,25 @@ def _piece(
     """y of some tokens and the state after them, from ``[H, B, N]``; begun: whether that may be other than 0."""
     batch, length, channels = u.shape
     blocks = -(-length // BLOCK)
-    rows = nn.functional.pad(u, (0, 0, 0, blocks * BLOCK - length)).view(batch, blocks, BLOCK, channels)
-    rows = rows.permute(3, 0, 1, 2).reshape(channels, batch * blocks, BLOCK)
-    left = (rows @ system.writes).view(channels, batch, blocks, system.size)
+    padded = nn.functional.pad(u, (0, 0, 0, blocks * BLOCK - length)).view(batch, blocks, BLOCK, channels)
+    rows: Tensor = _Turned.apply(padded, (3, 1, 0, 2)).view(channels, blocks * batch, BLOCK)
+    left = (rows @ system.writes).view(channels, blocks, batch, system.size).unbind(1)
     befores = [state]
-    for i in range(length // BLOCK):
-        befores.append(system.move(befores[-1], _DOUBLINGS) + left[:, :, i])
+    for each in left[: length // BLOCK]:
+        befores.append(system.move(befores[-1], _DOUBLINGS) + each)
     after = _after(system, u, befores, counts)
     if transform:
-        y = _convolved(u.transpose(1, 2), system.kernel(length)).permute(1, 0, 2)
+        y = _convolved(_Turned.apply(u, (0, 2, 1)), system.kernel(length)).transpose(0, 1)
         if begun:  # what is left of the state alone
             free = [state]
             for _ in range(blocks - 1):
                 free.append(system.move(free[-1], _DOUBLINGS))
             y = y + (torch.stack(free, 2) @ system.reads.unsqueeze(1)).flatten(2)[..., :length]
-    else:
-        seen = torch.stack(befores[:blocks], 2).flatten(1, 2)
-        y = torch.baddbmm(rows @ _triangle(system.kernel(BLOCK)), seen, system.reads)
-        y = y.view(channels, batch, blocks * BLOCK)[..., :length]
-    return y.permute(1, 2, 0), after
+        return y.permute(1, 2, 0), after
+    seen = torch.stack(befores[:blocks], 1).flatten(1, 2)
+    y = torch.baddbmm(rows @ _triangle(system.kernel(BLOCK)), seen, system.reads)
+    y = _Turned.apply(y.view(channels, blocks, batch, BLOCK), (2, 1, 3, 0))
+    return y.flatten(1, 2)[:, :length], after
 
 
 def _after(system: System, u: Tensor, befores: list[Tensor], counts: Tensor | None) -> Tensor:
@@ -185,6 +202,19 @@ def _after(system: System, u: Tensor, befores: list[Tensor], counts: Tensor | No
 _DOUBLINGS = BLOCK.bit_length() - 1
 
 
+class _Turned(torch.autograd.Function):
+    """x.permute(dims) laid out anew, and its gradient too: matrix products of many items are slow on rows in pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+        ctx.back = tuple(dims.index(i) for i in range(len(dims)))
+        return x.permute(dims).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Turned.apply(grads[0], ctx.back), None
+
+
 def _convolved(u: Tensor, kernel: Tensor) -> Tensor:
     """sum_l K_l u_{t-l} for u ``[B, H, L]`` and K ``[H, L]``, by a transform of at least twice the length."""
     length = u.shape[-1]
@@ -197,6 +227,4 @@ def _convolved(u: Tensor, kernel: Tensor) -> Tensor:
 
 def _triangle(kernel: Tensor) -> Tensor:
     """``[H, BLOCK, BLOCK]`` with K_{k-j} in row j and column k."""
-    place = torch.arange(BLOCK, device=kernel.device)
-    distance = place - place.unsqueeze(1)
-    return torch.where(distance >= 0, kernel[:, distance.clamp_min(0)], 0)
+    return nn.functional.pad(kernel, (BLOCK - 1, 0)).unfold(1, BLOCK, 1).flip(1)
