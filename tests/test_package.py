@@ -41,6 +41,21 @@ def test_help_is_light() -> None:
     assert heavy_after("sys.argv = ['mercer', '--help']", run) == set()
 
 
+def test_a_model_without_values_is_made_without_torchs_compiler() -> None:
+    """Which takes longer to import than torch itself; models that are read from files begin so."""
+    code = """
+import sys, torch
+from mercer.inference.engine import prepare
+from mercer.models.config import ModelConfig
+from mercer.models.decoder import DecoderLM
+with torch.device("meta"):
+    DecoderLM(ModelConfig(vocab_size=9, dim=8, layers=2, heads=2, attention=["softmax", "taylor2-sum"]))
+print({"torch._dynamo", "sympy"} & set(sys.modules))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
 def test_the_probe_sees_a_heavy_import() -> None:
     assert "torch" in heavy_after("import mercer", "mercer.attention")
 

@@ -16,7 +16,7 @@ from mercer.mixers.names import is_mixer
 from mercer.models.bricks import make_attention, make_block, make_mixer_block, make_norm
 from mercer.models.config import ModelConfig
 from mercer.models.configured import ConfiguredModel
-from mercer.models.initial import generator_of, initialise
+from mercer.models.initial import generator_of, initialise, undrawn_embedding
 from mercer.models.token_ids import token_ids
 from mercer.models.visibility import causal_structure
 from mercer.nn.attention import Attention
@@ -47,7 +47,7 @@ class DecoderLM(ConfiguredModel):
         sinusoidal = config.position == "sinusoidal"
         self.embedding_scale = config.embedding_scale or (config.dim**0.5 if sinusoidal else 1.0)
         with torch.random.fork_rng(devices=[]):  # torch's default draws are replaced below; leave the caller's stream
-            self.embedding = nn.Embedding(config.vocab_size, config.dim)
+            self.embedding = undrawn_embedding(config.vocab_size, config.dim)
             self.positions: LearnedPositions | Sinusoidal | None = None
             if config.position == "learned":
                 self.positions = LearnedPositions(config.max_length, config.dim)

@@ -11,7 +11,7 @@ from mercer.models.bricks import make_attention, make_block, make_norm
 from mercer.models.configured import ConfiguredModel
 from mercer.models.encoder_config import EncoderConfig
 from mercer.models.heads import Pooler, TokenHead, mean_tokens
-from mercer.models.initial import generator_of, initialise
+from mercer.models.initial import generator_of, initialise, undrawn_embedding
 from mercer.models.token_ids import token_ids
 from mercer.nn.attention import Attention
 from mercer.nn.longformer import LongformerAttention
@@ -33,8 +33,8 @@ class Encoder(ConfiguredModel):
         super().__init__()
         self.config = config
         with torch.random.fork_rng(devices=[]):  # torch's default draws are replaced below; leave the caller's stream
-            self.embedding = nn.Embedding(config.vocab_size, config.dim)
-            self.types = nn.Embedding(config.token_types, config.dim) if config.token_types else None
+            self.embedding = undrawn_embedding(config.vocab_size, config.dim)
+            self.types = undrawn_embedding(config.token_types, config.dim) if config.token_types else None
             rows = config.max_length + config.position_start
             self.positions = LearnedPositions(rows, config.dim) if config.position == "learned" else None
             self.embedding_norm = make_norm(config) if config.embedding_norm else None

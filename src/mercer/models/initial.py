@@ -17,6 +17,13 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
+def undrawn_embedding(count: int, dim: int) -> nn.Embedding:
+    """An embedding whose numbers `initialise` draws or a file gives. torch's own draws them first, in a model without
+    values too, where that alone imports torch's compiler.
+    """
+    return nn.Embedding.from_pretrained(torch.empty(count, dim), freeze=False)
+
+
 def draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
     """N(0, std^2) in float32 from a generator of its own."""
     return torch.randn(shape, generator=generator_of(seed, name)) * std

@@ -11,7 +11,7 @@ from mercer.core.structures import Causal, Full
 from mercer.errors import InvalidArgument
 from mercer.models.bricks import make_attention, make_block, make_cross_attention, make_feedforward, make_norm
 from mercer.models.configured import ConfiguredModel
-from mercer.models.initial import initialise
+from mercer.models.initial import initialise, undrawn_embedding
 from mercer.models.seq2seq_config import Seq2SeqConfig
 from mercer.models.token_ids import token_ids
 from mercer.nn.cross_block import CrossBlock
@@ -74,7 +74,7 @@ class Seq2Seq(ConfiguredModel):
         self.config, self.reach = config, config.reach
         read = config.encoder
         with torch.random.fork_rng(devices=[]):  # torch's default draws are replaced below; leave the caller's stream
-            self.embedding = nn.Embedding(config.vocab_size, config.dim)
+            self.embedding = undrawn_embedding(config.vocab_size, config.dim)
             self.convolutions = Convolutions(config.bins, config.dim) if config.source == "frames" else None
             blocks = (
                 make_block(read, i, make_attention(read, i, Full(), name="encoder.blocks"))
