@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._channel_rows import linear_recurrence, rg_lru, s4d
 from benchmarks._mamba_rows import mamba, selective_scan
 
 Run = Callable[..., Tensor]
@@ -205,4 +206,7 @@ ROWS: dict[str, Callable[[int], Case]] = {
     "rwkv7": rwkv7,
     "selective-scan": selective_scan,
     "mamba": mamba,
+    "linear-recurrence": linear_recurrence,
+    "rg-lru": rg_lru,
+    "s4d": s4d,
 }

@@ -22,7 +22,7 @@ def test_it_times_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
         (spread,) = case["ms"].values()
         assert 0 < spread["low"] <= spread["median"] <= spread["high"]
     printed = capsys.readouterr().out
-    assert all(f"{name}, B=1 H=" in printed for name in ROWS)
+    assert all(f"{name}, B=1 " in printed for name in ROWS)
 
 
 @pytest.mark.peers
@@ -30,7 +30,7 @@ def test_it_times_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
 def test_all_agree(name: str):
     case = ROWS[name](32)
     given, _ = mixers.contestants(case, 32, alone=False)
-    assert len(given) >= 3
+    assert len(given) >= 2
     for backward in (False, True):
         found = mixers.measure(name, case, 32, backward, rounds=1, budget=0.1, alone=False)
         assert set(found["ms"]) == set(given)
