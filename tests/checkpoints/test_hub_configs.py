@@ -56,6 +56,8 @@ def test_every_key_is_used_or_left_aside(name):
         ("rwkv-4-169m-pile", {"layer_norm_epsilon": 1e-6}, "only 1e-05 can be computed; the last norm has this"),
         ("Jamba-v0.1", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms is False, and only True"),
         ("Jamba-v0.1", {"mamba_dt_rank": "half"}, "mamba_dt_rank is 'half', and only 'auto' or a number"),
+        ("Zamba-7B-v1", {"hidden_mamba_act": "gelu"}, "hidden_mamba_act is 'gelu', and only 'silu'"),
+        ("Zamba-7B-v1", {"hidden_act": "tanh"}, "hidden_act is 'tanh'; what can be computed is 'gelu', 'silu'"),
         ("Zamba2-1.2B", {"use_long_context": True}, "use_long_context is True, and only False"),
         ("Zamba2-1.2B", {"layers_block_type": ["mamba", "hybrid"]}, "must say 'mamba' or 'hybrid' of each of 4 layers"),
         ("Zamba2-1.2B", {"attention_head_dim": 8}, "attention_head_dim is 8, and only 16"),

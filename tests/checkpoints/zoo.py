@@ -51,6 +51,11 @@ def _jamba_like(**changes: Any) -> dict[str, Any]:
     return _llama_like(**(shapes | {"attn_layer_period": 3, "attn_layer_offset": 1} | changes))
 
 
+def _zamba_like(**changes: Any) -> dict[str, Any]:
+    shapes = {"num_key_value_heads": 4, "mamba_d_state": 8, "num_hidden_layers": 3}
+    return _llama_like(**(shapes | {"layers_block_type": ["mamba", "hybrid", "hybrid"]} | changes))
+
+
 def _zamba2_like(**changes: Any) -> dict[str, Any]:
     shapes = {"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 16, "time_step_min": 0.02}
     kinds = changes.pop("layers", ["mamba", "hybrid", "hybrid"])
@@ -141,6 +146,13 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba, without experts": (
         "JambaForCausalLM",
         _jamba_like(num_hidden_layers=3, num_experts=1, mamba_dt_rank=3, mamba_proj_bias=True, mamba_conv_bias=False),
+    ),
+    "zamba": ("ZambaForCausalLM", _zamba_like()),
+    "zamba, biased": (
+        "ZambaForCausalLM",
+        _zamba_like(
+            layers_block_type=["hybrid", "mamba", "hybrid"], n_mamba_heads=4, mamba_proj_bias=True, mamba_dt_rank=3
+        ),
     ),
     "zamba2": (
         "Zamba2ForCausalLM",
@@ -235,7 +247,7 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
 """Encoder-decoders: of each name the class and its configuration."""
 
 
-SPREADS = {"t5": 0.15, "switch_transformers": 0.15, "jamba": 0.2, "zamba": 0.1, "zamba2": 0.1}
+SPREADS = {"t5": 0.15, "switch_transformers": 0.15, "jamba": 0.2, "zamba": 0.15, "zamba2": 0.1}
 """Standard deviations below 0.3: where scores are not divided by sqrt(d), and where several layers follow each other
 without a residual or between norms, which multiplies the roundings of both libraries."""
 

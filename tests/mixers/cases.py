@@ -15,6 +15,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"state": 5}),
     "mamba, norms": ("mamba", {"state": 3, "inner": 20, "rank": 3, "width": 2, "bias": True, "inner_norms": "learned"}),
     "mamba, plain norms": ("mamba", {"expand": 1, "convolution_bias": False, "inner_norms": "plain"}),
+    "mamba, heads": ("mamba", {"state": 4, "heads": 4, "inner_norms": "learned"}),
     "mamba2": ("mamba2", {"state": 6, "head_dim": 8}),
     "mamba2, groups": (
         "mamba2",

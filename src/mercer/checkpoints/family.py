@@ -66,6 +66,7 @@ _HOMES = {
     "falcon_mamba": "mamba",
     "mamba2": "mamba2",
     "jamba": "jamba",
+    "zamba": "zamba",
     "zamba2": "zamba2",
 }
 """Of each model type the module of `mercer.checkpoints.families` that has it."""

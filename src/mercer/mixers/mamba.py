@@ -14,6 +14,7 @@ from mercer.mixers.base import Mixer
 from mercer.mixers.selective_scan import selective_scan
 from mercer.mixers.short_convolution import ShortConvolution
 from mercer.mixers.steps import draw_step_bias
+from mercer.nn.experts import ExpertLinear
 from mercer.nn.norms import RMSNorm
 
 
@@ -30,6 +31,9 @@ class Mamba(Mixer):
     of all channels are made of; default dim / 16, rounded up. width: of the convolution. bias: in W_in and W_out;
     convolution_bias: default True.
 
+    heads: with more than one, each has its own share of the channels and its own W_select, and r, B and C of its own
+    (Zamba).
+
     inner_norms: RMS norms of r, B and C, "learned" with a weight for each number (Jamba) or "plain" without (Falcon
     Mamba), with norm_eps; default none.
 
@@ -39,7 +43,7 @@ class Mamba(Mixer):
     State: the numbers h [B, N, inner], and the last width - 1 inputs of the convolution.
 
     Source: Gu & Dao 2023, arXiv 2312.00752; Lieber et al. 2024, arXiv 2403.19887, and Zuo et al. 2024, arXiv
-    2410.05355, for the norms.
+    2410.05355, for the norms; Glorioso et al. 2024, arXiv 2405.16712, for the heads.
     """
 
     undecayed: ClassVar[tuple[str, ...]] = ("log_rate", "skip")
@@ -52,6 +56,7 @@ class Mamba(Mixer):
         expand: int = 2,
         inner: int | None = None,
         rank: int | None = None,
+        heads: int = 1,
         width: int = 4,
         bias: bool = False,
         convolution_bias: bool = True,
@@ -63,11 +68,16 @@ class Mamba(Mixer):
         rank = math.ceil(dim / 16) if rank is None else rank
         if inner_norms not in (None, "learned", "plain"):
             raise InvalidArgument(f"inner_norms must be 'learned', 'plain' or None, got {inner_norms!r}")
-        self.dim, self.inner, self.state, self.rank = dim, inner, state, rank
+        if inner % heads:
+            raise InvalidArgument(f"{heads} heads do not divide the {inner} channels inside mamba")
+        self.dim, self.inner, self.state, self.rank, self.heads = dim, inner, state, rank, heads
         self.inner_norms, self.norm_eps = inner_norms, norm_eps
         self.input = nn.Linear(dim, 2 * inner, bias=bias)
         self.convolution = ShortConvolution(inner, width, bias=convolution_bias)
-        self.select = nn.Linear(inner, rank + 2 * state, bias=False)
+        chosen = rank + 2 * state
+        self.select: nn.Linear | ExpertLinear = (
+            nn.Linear(inner, chosen, bias=False) if heads == 1 else ExpertLinear(heads, inner // heads, chosen)
+        )
         self.step = nn.Linear(rank, inner)
         self.log_rate = nn.Parameter(torch.empty(inner, state))
         self.skip = nn.Parameter(torch.empty(inner))
@@ -88,14 +98,33 @@ class Mamba(Mixer):
 
     @property
     def kind(self) -> str:
-        return f"mamba({self.dim}, state={self.state}, inner={self.inner}, width={self.convolution.width})"
+        heads = "" if self.heads == 1 else f", heads={self.heads}"
+        return f"mamba({self.dim}, state={self.state}, inner={self.inner}, width={self.convolution.width}{heads})"
 
     def mix(
         self, x: Tensor, lengths: Tensor | None, past: Mapping[str, Tensor] | None, *carried: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, gate = self.input(x).chunk(2, -1)
         convolved, tail = self.convolution(inputs, lengths, None if past is None else past["tail"])
-        step, write, read = self.select(convolved).split((self.rank, self.state, self.state), -1)
+        before = None if past is None else past["sums"]
+        if isinstance(self.select, nn.Linear):
+            mixed, sums = self._scan(slice(None), self.select.weight, convolved, gate, lengths, before)
+        else:
+            size = self.inner // self.heads
+            scanned = [
+                self._scan(slice(h * size, (h + 1) * size), weight, convolved, gate, lengths, before)
+                for h, weight in enumerate(self.select.weight)
+            ]
+            mixed, sums = (torch.cat(parts, -1) for parts in zip(*scanned, strict=True))
+        return self.output(mixed), {"sums": sums, "tail": tail}
+
+    def _scan(
+        self, own: slice, select: Tensor, x: Tensor, gate: Tensor, lengths: Tensor | None, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What comes out of the channels `own`, and their numbers h. select: W_select of these."""
+        x = x[..., own]
+        selected = nn.functional.linear(x, select)
+        step, write, read = selected.split((self.rank, self.state, self.state), -1)
         if self.inner_norms == "plain":
             step, write, read = (
                 nn.functional.rms_norm(v, v.shape[-1:], eps=self.norm_eps) for v in (step, write, read)
@@ -103,17 +132,16 @@ class Mamba(Mixer):
         elif self.step_norm is not None and self.write_norm is not None and self.read_norm is not None:
             step, write, read = self.step_norm(step), self.write_norm(write), self.read_norm(read)
         wide = torch.promote_types(x.dtype, torch.float32)
-        mixed, sums = selective_scan(
-            convolved,
-            nn.functional.linear(step, self.step.weight),
-            -self.log_rate.to(wide).exp(),
+        return selective_scan(
+            x,
+            nn.functional.linear(step, self.step.weight[own]),
+            -self.log_rate[own].to(wide).exp(),
             write,
             read,
-            skip=self.skip,
-            gate=gate,
-            bias=self.step.bias,
+            skip=self.skip[own],
+            gate=gate[..., own],
+            bias=self.step.bias[own],
             softplus=True,
-            state=None if past is None else past["sums"],
+            state=None if sums is None else sums[..., own],
             lengths=lengths,
         )
-        return self.output(mixed), {"sums": sums, "tail": tail}

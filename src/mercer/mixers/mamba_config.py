@@ -15,7 +15,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class MambaConfig(MixerConfig):
-    """Mamba (Gu & Dao 2023, arXiv 2312.00752): see `mercer.mixers.mamba.Mamba`. It has no heads."""
+    """Mamba (Gu & Dao 2023, arXiv 2312.00752): see `mercer.mixers.mamba.Mamba`."""
 
     state: Positive = 16
     """Numbers that each channel remembers, N."""
@@ -26,6 +26,8 @@ class MambaConfig(MixerConfig):
     rank: Positive | None = None
     """Numbers that the time steps of all channels are made of; None: a sixteenth of the model's channels, rounded
     up."""
+    heads: Positive = 1
+    """Shares of the channels with a choice of their own, as in Zamba; the paper has none."""
     width: Positive = 4
     """Of the short convolution."""
     bias: bool = False
@@ -44,6 +46,7 @@ class MambaConfig(MixerConfig):
             expand=self.expand,
             inner=self.inner,
             rank=self.rank,
+            heads=self.heads,
             width=self.width,
             bias=self.bias,
             convolution_bias=self.convolution_bias,

@@ -120,8 +120,9 @@ def _spaced(places: list[int], layers: int) -> tuple[int, int]:
 
 
 def _mixer(config: ModelConfig) -> MambaConfig:
-    written = {"inner_norms": "learned", "norm_eps": config.norm_eps}  # where no layer is a mixer
-    return MambaConfig(**config.mixers["mamba"] if "mamba" in config.attentions else written)
+    if "mamba" in config.attentions:
+        return MambaConfig(**config.mixers.get("mamba", {}))
+    return MambaConfig(inner_norms="learned", norm_eps=config.norm_eps)  # no layer has one, and the keys need some
 
 
 def _names(config: ModelConfig) -> Names:

@@ -37,14 +37,14 @@ def hybrid_layers(keys: Keys, kinds: list[Any] | None, layers: int) -> tuple[int
     return tuple(i for i, kind in enumerate(kinds) if names[kind])
 
 
-def shared_fields(keys: Keys, *, dim: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """What Zamba and Zamba2 call alike."""
+def shared_fields(keys: Keys, *, dim: int, heads: int, head_dim: int, kv_heads: int | None) -> dict[str, Any]:
+    """What Zamba and Zamba2 call alike. kv_heads: what an absent key means."""
     keys.aside("num_logits_to_keep", "use_mamba_kernels", "use_associative_scan")
     return {
         "vocab_size": keys.take("vocab_size", 32000, kind=int),
         "dim": dim,
         "heads": heads,
-        "kv_heads": keys.take("num_key_value_heads", None, kind=int),
+        "kv_heads": keys.take("num_key_value_heads", kv_heads, kind=int),
         "head_dim": head_dim,
         "attention_scale": (head_dim / 2) ** -0.5,
         "norm_eps": keys.take("rms_norm_eps", 1e-5, kind=float),
@@ -94,7 +94,7 @@ def _read(keys: Keys, _architecture: str) -> SharedHybridConfig:
         bias=bias,
     )
     return SharedHybridConfig(
-        **shared_fields(keys, dim=dim, heads=heads, head_dim=2 * dim // heads),
+        **shared_fields(keys, dim=dim, heads=heads, head_dim=2 * dim // heads, kv_heads=None),
         **positions,
         layers=layers,
         hidden=hidden or 4 * dim,
@@ -117,8 +117,18 @@ _DEFAULT_LAYERS = [
 
 def _write(config: SharedHybridConfig) -> dict[str, Any]:
     said = ("kv_heads", "norm_eps", "tie_embeddings", "hidden", "rope_base", "rope_scaling", "max_length", "bias")
-    said = (*said, "head_dim", "attention_scale", "mixers", "shared_at", "shared", "attention_rank", "feedforward_rank")
-    places = {"position": ("rotary", "none"), "feedforward": tuple(WRITTEN), "mixer": ("mamba2",)}
+    said = (
+        *said,
+        "head_dim",
+        "attention_scale",
+        "mixers",
+        "shared_at",
+        "shared",
+        "attention_rank",
+        "feedforward_rank",
+        "feedforward",
+    )
+    places = {"position": ("rotary", "none"), "mixer": ("mamba2",)}
     refuse_all_but(config, "zamba2", **dict.fromkeys(said), **places)
     mixer = Mamba2Config(**config.mixers.get("mamba2", {}))
     inner, biased = mixer.expand * config.dim, config.biased == ("feedforward",)
@@ -133,7 +143,7 @@ def _write(config: SharedHybridConfig) -> dict[str, Any]:
     if config.feedforward_rank is None or len(ranks) != 1:
         raise Unsupported("zamba2 has adapters of one rank in its feed-forwards, and in all attentions or none")
     return {
-        **write_shared(config),
+        **write_shared(config, "zamba2"),
         "add_bias_linear": biased,
         "adapter_rank": config.feedforward_rank,
         "use_shared_attention_adapter": config.attention_rank is not None,
@@ -158,7 +168,10 @@ def check_heads(config: SharedHybridConfig, family: str) -> None:
         )
 
 
-def write_shared(config: SharedHybridConfig) -> dict[str, Any]:
+def write_shared(config: SharedHybridConfig, family: str) -> dict[str, Any]:
+    """What `shared_fields` reads, and the layers."""
+    if config.feedforward not in WRITTEN:
+        raise Unsupported(f"{family} has no way to say feedforward = {config.feedforward!r}")
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
