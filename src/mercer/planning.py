@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import bfloat16, compiler
 
-from mercer.backends import decode, flex, polynomial, sdpa, softmax, step
+from mercer.backends import decode, flex, polynomial, sdpa, sdpa_tiles, softmax, step
 from mercer.core import cost
 from mercer.core.kernels import Kernel
 from mercer.core.machine import Machine, machine_in_use
@@ -187,7 +187,7 @@ def decide(
             return _DECODING
     parts = _values(kernel, normalizer, merged)
     key = None if parts is None else (parts, sizes, form, path, stateful, state_path, backend)
-    machine = machine_in_use()
+    machine = _machine(normalizer, merged, sizes)
     found = None if key is None else _DECIDED.get(key)
     if found is not None and found[0] is machine:
         return found[1]
@@ -224,6 +224,15 @@ def _values(kernel: Kernel, normalizer: Normalizer, merged: Merged) -> Hashable 
     return kernel, type(normalizer), flags, merged.left, merged.right, merged.alibi is not None
 
 
+def _machine(normalizer: Normalizer, merged: Merged, sizes: Sizes) -> Machine:
+    """The machine in use; without one, the default numbers of what multiplies bfloat16 in tiles on this processor."""
+    if not sizes.bfloat16:
+        return machine_in_use()
+    theirs = sdpa_tiles.serves(normalizer, merged, sizes.device, bfloat16)
+    ours = sizes.device == "cpu" and not merged.patterns and not compiler.is_compiling() and softmax.tiled()
+    return machine_in_use((theirs, ours))
+
+
 @dataclass(frozen=True)
 class _Question:
     kernel: Kernel
@@ -236,7 +245,7 @@ class _Question:
         """What the machine in use takes for this way of computing."""
         mass = self.sizes.log_sums or sums_weights(self.kernel, self.normalizer)
         found = parts(self.kernel, self.merged, self.sizes, form, path, backend, mass, self.stateful)
-        return machine_in_use().seconds(found, self.sizes)
+        return _machine(self.normalizer, self.merged, self.sizes).seconds(found, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -321,11 +330,13 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
     chosen = sorted(seconds, key=lambda name: seconds[name])[0]  # as above
     kind = "scan" if scanned else "step" if stepped else "attention"
     if fused and sizes.bfloat16:
-        kind += f" (products in {'bfloat16' if softmax.narrow(bfloat16) else 'float32: no AVX512-BF16 here'})"
+        narrow = "bfloat16, in tiles" if softmax.tiled() and not merged.patterns else "bfloat16"
+        kind += f" (products in {narrow if softmax.narrow(bfloat16) else 'float32: no AVX512-BF16 here'})"
     tiles = fused and merged.patterns and not decodes
+    in_tiles = sizes.bfloat16 and sdpa_tiles.serves(normalizer, merged, sizes.device, bfloat16)
     why = {
         "numba": f" The fused {kind} {'takes the tiles of this pattern' if tiles else 'serves these sizes'}.",
-        "sdpa": " torch's fused attention computes the same.",
+        "sdpa": f" torch's fused attention computes the same{', in tiles of bfloat16' if in_tiles else ''}.",
         "flex": " torch's flex attention knows these masks.",
         "torch": "",
     }

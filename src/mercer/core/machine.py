@@ -136,13 +136,18 @@ def _check(machine: Machine) -> None:
 _in_use: list[Machine] = []
 
 
-def machine_in_use() -> Machine:
-    """The machine that plans are made for: the one of :func:`use_machine`, or the default numbers."""
+def machine_in_use(in_tiles: tuple[bool, bool] = (False, False)) -> Machine:
+    """The machine that plans are made for: the one of :func:`use_machine`, or the default numbers.
+
+    Args:
+        in_tiles: of the default numbers those for a processor on which torch, and on which the fused attention here,
+            multiplies bfloat16 in tiles.
+    """
     if _in_use:
         return _in_use[-1]
-    from mercer.core.machine_default import DEFAULT
+    from mercer.core.machine_tiles import DEFAULTS
 
-    return DEFAULT
+    return DEFAULTS[in_tiles]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mercer.backends import sdpa_tiles
 from mercer.backends.flex import flex
 from mercer.backends.sdpa import sdpa
 from mercer.backends.softmax import Sight, softmax_attention
@@ -51,6 +52,11 @@ def rows(call: Call, own: Tokens, query: Tensor, key: Tensor, value: Tensor) -> 
         wide = precision if query.device.type == "cpu" else query.dtype
         numerator, log_sum = flex(query.to(wide), key.to(wide), value.to(wide), call.scale, view)
         numerator = numerator.to(precision)
+    elif call.backend == "sdpa" and sdpa_tiles.serves(
+        call.normalizer, call.merged, query.device.type, query.dtype, key.dtype, value.dtype
+    ):
+        assert view is not None
+        numerator = sdpa_tiles.sdpa_tiles(query, key, value, call.scale, view)
     else:
         assert view is not None
         mapped_query = call.kernel.scaled_query(query.to(precision), call.scale)
