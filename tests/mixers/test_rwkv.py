@@ -202,7 +202,7 @@ def test_the_fused_average_serves_layers_that_are_large_enough(monkeypatch):
         out = own(given, padding=padding, state=state)
         out.square().sum().backward()
         results.append([out.detach(), given.grad, *(p.grad.clone() for p in own.parameters())])
-        monkeypatch.setattr("mercer.mixers.wkv._by_chunks", None)  # float32 must not need it
+        monkeypatch.setattr("mercer.mixers.wkv._by_scan", None)  # float32 must not need it
     for exact, near in zip(*results, strict=True):
         assert float((near - exact).abs().max()) < 2e-5 * float(exact.abs().max())
 

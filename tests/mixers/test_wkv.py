@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.mixers.wkv import wkv
 
-FORMS = [("recurrent", 16), ("chunked", 16), ("chunked", 3), ("fused", 16)]
-forms = pytest.mark.parametrize(("form", "chunk"), FORMS)
+FORMS = ["recurrent", "chunked", "fused"]
+forms = pytest.mark.parametrize("form", FORMS)
 
 
 def written_out(key, value, log_decay, bonus, first=0):
@@ -45,57 +45,55 @@ def run(key, value, log_decay, bonus, **options):
     channels=st.sampled_from([1, 5, 16, 17, 70]),
     seed=st.integers(0, 99),
 )
-def test_every_form_is_the_formula(form, chunk, batch, length, channels, seed):
+def test_every_form_is_the_formula(form, batch, length, channels, seed):
     given = drawn(batch, length, channels, seed=seed)
-    out, _ = run(*given, form=form, chunk=chunk)
+    out, _ = run(*given, form=form)
     assert_close(out.double(), written_out(*given), rtol=1e-5, atol=2e-6)
 
 
 @forms
 @pytest.mark.parametrize("spread", [30.0, 1e4])
-def test_extreme_keys_neither_overflow_nor_lose_the_rest(form, chunk, spread):
+def test_extreme_keys_neither_overflow_nor_lose_the_rest(form, spread):
     given = drawn(2, 50, 20, spread=spread)
     given[0] = given[0].round()  # then float32 has every exponent
     given[2], given[3] = -given[2].mul(8).round(), given[3].round()
-    out, state = run(*given, form=form, chunk=chunk)
+    out, state = run(*given, form=form)
     assert_close(out.double(), written_out(*given), rtol=1e-5, atol=2e-6)
     assert all(bool(part.isfinite().all()) for part in state)
     assert float(state[1].min()) >= 1  # the largest weight is e^0
 
 
-@pytest.mark.parametrize(("form", "chunk"), FORMS[1:])
-def test_a_key_that_is_remembered_long_keeps_its_weight(form, chunk):
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_a_key_that_is_remembered_long_keeps_its_weight(form):
     """4096 decays of less than 0.001 on an exponent of 24 are smaller than float32 can add to it one by one."""
     given = drawn(1, 4096, 8, slow=1e-3)
     given[0][:, 0] = 24
-    out, _ = run(*given, form=form, chunk=chunk)
+    out, _ = run(*given, form=form)
     assert_close(out[:, -5:].double(), written_out(*given, first=4091), rtol=2e-5, atol=2e-5)
 
 
 @forms
-def test_pieces_and_lengths_agree_with_the_whole(form, chunk):
+def test_pieces_and_lengths_agree_with_the_whole(form):
     key, value, decay, bonus = drawn(3, 41, 33)
-    whole, last = run(key, value, decay, bonus, form=form, chunk=chunk)
+    whole, last = run(key, value, decay, bonus, form=form)
     state, outs = None, []
     for piece in torch.arange(41).split([1, 7, 0, 20, 1, 12]):
-        out, state = run(key[:, piece], value[:, piece], decay, bonus, state=state, form=form, chunk=chunk)
+        out, state = run(key[:, piece], value[:, piece], decay, bonus, state=state, form=form)
         outs.append(out)
     assert_close(torch.cat(outs, 1), whole, rtol=1e-5, atol=1e-5)
     assert_close(state, last, rtol=1e-5, atol=1e-5)
     lengths = torch.tensor([41, 13, 0])
     dirty = key.clone()
     dirty[1, 13:], dirty[2] = torch.nan, torch.nan
-    out, after = run(dirty, value, decay, bonus, state=last, lengths=lengths, form=form, chunk=chunk)
+    out, after = run(dirty, value, decay, bonus, state=last, lengths=lengths, form=form)
     for row, count in enumerate(lengths.tolist()):
         own = tuple(part[row : row + 1] for part in last)
-        alone, end = run(
-            key[row : row + 1, :count], value[row : row + 1, :count], decay, bonus, state=own, form=form, chunk=chunk
-        )
+        alone, end = run(key[row : row + 1, :count], value[row : row + 1, :count], decay, bonus, state=own, form=form)
         assert_close(out[row : row + 1, :count], alone, rtol=1e-5, atol=1e-5)
         assert (out[row, count:] == 0).all()
         assert_close(tuple(part[row : row + 1] for part in after), end, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(a[2], b[2]) for a, b in zip(after, last, strict=True))
-    empty, nothing = run(key, value, decay, bonus, lengths=torch.zeros(3, dtype=torch.int64), form=form, chunk=chunk)
+    empty, nothing = run(key, value, decay, bonus, lengths=torch.zeros(3, dtype=torch.int64), form=form)
     assert (empty == 0).all()
     assert [float(part.max()) for part in nothing] == [0, 0, -torch.inf]
 
@@ -103,7 +101,7 @@ def test_pieces_and_lengths_agree_with_the_whole(form, chunk):
 @forms
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("lengths", [None, [37, 30, 0]])
-def test_gradients(form, chunk, begun, lengths):
+def test_gradients(form, begun, lengths):
     """Of everything, states in and out too, beside automatic differentiation of the recurrence in float64."""
     g = torch.Generator().manual_seed(1)
     given = drawn(3, 37, 21, seed=2)
@@ -139,7 +137,6 @@ def test_gradients(form, chunk, begun, lengths):
             state=tensors[4:] or None,
             lengths=None if lengths is None else torch.tensor(lengths),
             form=form,
-            chunk=chunk,
         )
         return out, *after
 
@@ -148,12 +145,12 @@ def test_gradients(form, chunk, begun, lengths):
         assert float((found - exact).abs().max()) <= 3e-6 * float(exact.abs().max())
 
 
-def test_the_torch_form_is_differentiable_twice():
+def test_the_recurrent_form_is_differentiable_twice():
     tensors = [x.double().requires_grad_() for x in drawn(1, 7, 2)]
     state = [x.double().requires_grad_() for x in (torch.randn(1, 2), torch.rand(1, 2) + 0.1, torch.randn(1, 2))]
 
     def call(*given):
-        out, after = run(*given[:4], state=given[4:], lengths=torch.tensor([6]), chunk=3)
+        out, after = run(*given[:4], state=given[4:], lengths=torch.tensor([6]), form="recurrent")
         return out, *after
 
     assert torch.autograd.gradcheck(call, (*tensors, *state), fast_mode=True)
@@ -169,9 +166,9 @@ def test_the_fused_form_says_that_it_is_differentiable_once():
 
 
 @forms
-def test_bfloat16_is_read_as_it_is_and_summed_in_float32(form, chunk):
+def test_bfloat16_is_read_as_it_is_and_summed_in_float32(form):
     given = [x.bfloat16() for x in drawn(2, 30, 18)]
-    out, state = run(*given, form=form, chunk=chunk)
+    out, state = run(*given, form=form)
     assert out.dtype == torch.bfloat16
     assert all(part.dtype == torch.float32 for part in state)
     assert_close(out.double(), written_out(*(x.float() for x in given)), rtol=0.01, atol=0.01)
@@ -208,7 +205,5 @@ def test_refusals():
         wkv(key.long(), value, **whole)
     with pytest.raises(InvalidArgument, match="form must be one of"):
         wkv(key, value, **whole, form="dense")
-    with pytest.raises(InvalidArgument, match="chunk must be"):
-        wkv(key, value, **whole, chunk=0)
     with pytest.raises(Unsupported, match="use form='chunked'"):
         wkv(key.double(), value, **whole, form="fused")

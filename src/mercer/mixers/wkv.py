@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from mercer.backends.wkv import LEAST, serves, weighted_average
 from mercer.errors import InvalidArgument, Unsupported
+from mercer.mixers.linear_recurrence import linear_recurrence
 
 WKVState = tuple[Tensor, Tensor, Tensor]
 """num, den and peak, each [B, C] in float32 (float64 for float64 inputs): the sums of the past are num exp(peak) and
@@ -26,7 +26,6 @@ def wkv(
     state: WKVState | None = None,
     lengths: Tensor | None = None,
     form: Literal["auto", "recurrent", "chunked", "fused"] = "auto",
-    chunk: int = 16,
 ) -> tuple[Tensor, WKVState]:
     """Averages of values under weights that fade with distance, for each channel by itself:
 
@@ -44,11 +43,9 @@ def wkv(
         state: what an earlier call returned, or None where nothing went before.
         lengths: int64 ``[B]``, how many tokens of each row are real, the first ones; None: all. Nothing behind them is
             looked at, and y is 0 there.
-        form: "recurrent": token by token. "chunked": torch's operators, all pairs within a chunk, in the memory of one
-            chunk forward and backward. Both are differentiable twice. "fused": one pass over the tokens on the CPU
-            (extra `cpu`), with first derivatives. "auto": fused where it can run and there are enough numbers to be
-            worth a compiler, else chunked.
-        chunk: tokens of a chunk, at least 1; default 16. It changes time and memory and no result but by rounding.
+        form: "recurrent": token by token, and differentiable any number of times. "chunked": torch's operators on many
+            tokens at once. "fused": one pass over the tokens on the CPU (extra `cpu`). "auto": fused where it can run
+            and there are enough numbers to be worth a compiler, else chunked.
 
     Returns:
         y ``[B, L, C]`` in the dtype of value, and the state after the last real token of each row; a row without any
@@ -59,7 +56,7 @@ def wkv(
         InvalidArgument: shapes, lengths or options that do not fit.
         Unsupported: form="fused" for float64, another device than the CPU, or without Numba.
     """
-    _check(key, value, log_decay, bonus, state, lengths, form, chunk)
+    _check(key, value, log_decay, bonus, state, lengths, form)
     tensors = (key, value, log_decay, bonus, *(state or ()))
     fused = form in ("auto", "fused") and serves(*tensors)
     if form == "fused" and not fused:
@@ -68,73 +65,74 @@ def wkv(
         )
     if fused and (form == "fused" or key.numel() >= LEAST) and key.numel():
         return weighted_average(key, value, log_decay, bonus, state, lengths)
-    return _by_chunks(key, value, log_decay, bonus, state, lengths, 1 if form == "recurrent" else chunk)
+    by = "recurrent" if form == "recurrent" or key.shape[1] == 1 else "chunked"
+    return _by_scan(key, value, log_decay, bonus, state, lengths, by)
 
 
-def _by_chunks(
+def _by_scan(
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
     bonus: Tensor,
     state: WKVState | None,
     lengths: Tensor | None,
-    chunk: int,
+    form: str,
 ) -> tuple[Tensor, WKVState]:
+    """By `linear_recurrence`: relative to the running maximum P_t of the exponents, numerator and denominator decay by
+    exp(w + P_{t-1} - P_t), which is at most 1, and gain exp(k_t - P_t) times the value and 1.
+    """
     wide = torch.promote_types(torch.promote_types(key.dtype, value.dtype), torch.float32)
     batch, length, channels = key.shape
-    dtype, (k, v, w, u) = value.dtype, (x.to(wide) for x in (key, value, log_decay, bonus))
+    k, v, w, u = (x.to(wide) for x in (key, value, log_decay, bonus))
     if state is None:
         zeros = k.new_zeros(batch, channels)
-        num, den, peak = zeros, zeros, zeros - torch.inf
-    else:
-        num, den, peak = (x.to(wide) for x in state)
+        state = zeros, zeros, zeros - torch.inf
+    num, den, peak = (x.to(wide) for x in state)
+    held = torch.cat((num, den), 1)
+    if peak.requires_grad:  # a factor of 1 that has its derivative
+        rise = (peak - peak.detach()).masked_fill(peak.detach() == -torch.inf, 0)
+        held = held * torch.cat((rise, rise), 1).exp()
+    absent = None
     if lengths is not None:
         absent = (torch.arange(length, device=k.device) >= lengths.unsqueeze(1)).unsqueeze(-1)
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
-    outs: list[Tensor] = []
-    for first in range(0, length, chunk):
-        piece = slice(first, first + chunk)
-        real = None if lengths is None else lengths - first
-        given = (k[:, piece], v[:, piece], w, u, num, den, peak, real)
-        if length > chunk and torch.is_grad_enabled():  # otherwise the pairs of every chunk would be kept
-            out, num, den, peak = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out, num, den, peak = _chunk(*given)
-        outs.append(out)
-    y = torch.cat(outs, 1) if outs else v
-    if lengths is not None:
+    top, which = _running_maximum(k, w, peak)
+    # A maximum is only what sums are relative to, so that no derivative goes through it. Exponents that are near each
+    # other are subtracted in float64, and so keep the digits that float32 has of each.
+    log = w + (top[:, :-1] - top[:, 1:]).to(wide)
+    new = (k.double() - top[:, 1:]).to(wide).exp()
+    sums, last = linear_recurrence(
+        torch.cat((log, log), 2),
+        torch.cat((new * v, new), 2),
+        state=held,
+        lengths=lengths,
+        form=form,
+    )
+    before = torch.cat((held.unsqueeze(1), sums[:, :-1]), 1) if length else sums
+    ahead = (top[:, :-1] - k.double() - u.double()).to(wide)
+    over = ahead.detach().clamp_min(0)
+    old, own = (ahead - over).exp(), (-over).exp()
+    y = (old * before[..., :channels] + own * v) / (old * before[..., channels:] + own)
+    if absent is not None:
         y = y.masked_fill(absent, 0)
-    return y.to(dtype), (num, den, peak)
+    # The state's own peak has its derivative, so that those of all parts are what differences of the results would be.
+    count = torch.full((batch,), length, device=k.device) if lengths is None else lengths
+    at = count[:, None, None].expand(-1, 1, channels)
+    winner, reached = which.gather(1, at).squeeze(1), top.gather(1, at).squeeze(1)
+    exponents = torch.cat((peak.unsqueeze(1), k), 1).gather(1, winner.unsqueeze(1)).squeeze(1)
+    new_peak = exponents + (count.unsqueeze(1) - winner).to(wide) * w
+    shift = (reached - new_peak.double()).masked_fill(reached == -torch.inf, 0).to(wide).exp()
+    return y.to(value.dtype), (last[:, :channels] * shift, last[:, channels:] * shift, new_peak)
 
 
-def _chunk(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, num: Tensor, den: Tensor, peak: Tensor, real: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Some tokens, by their pairs [B, t, i, C], and the state behind them. real: [B], the real ones of each row."""
-    length = k.shape[1]
-    steps = torch.arange(length, device=k.device, dtype=w.dtype)
-    apart = steps[:, None] - steps[None, :] - 1  # of the query t and the key i
-    past = (apart >= 0)[None, :, :, None]
-    own = u + k
-    pairs = (apart.clamp_min(0)[None, :, :, None] * w + k[:, None]).masked_fill(~past, -torch.inf)
-    before = peak[:, None] + steps[:, None] * w
-    # a row's average does not depend on what its weights are relative to
-    top = torch.maximum(torch.maximum(before, own), pairs.amax(2)).detach()
-    weights = (pairs - top[:, :, None]).exp()
-    old, new = (before - top).exp(), (own - top).exp()
-    above = old * num[:, None] + (weights * v[:, None]).sum(2) + new * v
-    out = above / (old * den[:, None] + weights.sum(2) + new)
-
-    taken = k.new_full((k.shape[0], 1), length) if real is None else real.clamp(0, length).to(k.dtype)[:, None]
-    behind = taken - 1 - steps  # [B, i]
-    keys = (behind.clamp_min(0)[:, :, None] * w + k).masked_fill((behind < 0)[:, :, None], -torch.inf)
-    none = taken == 0
-    faded = peak + taken * w
-    new_peak = torch.maximum(faded, keys.amax(1)).masked_fill(none, 0)
-    old, new = (faded.masked_fill(none, -torch.inf) - new_peak).exp(), (keys - new_peak[:, None]).exp()
-    after = (old * num + (new * v).sum(1), old * den + new.sum(1), new_peak)
-    num, den, peak = (torch.where(none, x, y) for x, y in zip((num, den, peak), after, strict=True))
-    return out, num, den, peak
+@torch.no_grad()
+def _running_maximum(k: Tensor, w: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest exponent before each token and behind the last, [B, L + 1, C] in float64, and where it came from: 0
+    for the state, i + 1 for token i.
+    """
+    steps = torch.arange(k.shape[1] + 1, device=k.device, dtype=torch.float64)[:, None] * w.double()
+    highest, which = (torch.cat((peak.unsqueeze(1), k), 1).double() - steps).cummax(1)
+    return highest + steps, which
 
 
 def _check(
@@ -145,7 +143,6 @@ def _check(
     state: WKVState | None,
     lengths: Tensor | None,
     form: str,
-    chunk: int,
 ) -> None:
     if key.dim() != 3 or value.shape != key.shape:
         raise InvalidArgument(
@@ -167,5 +164,3 @@ def _check(
         raise InvalidArgument(f"wkv: lengths must be int64 [{batch}], each from 0 to {length}")
     if form not in FORMS:
         raise InvalidArgument(f"wkv: form must be one of {', '.join(FORMS)}, not {form!r}")
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"wkv: chunk must be an integer of at least 1, not {chunk!r}")
