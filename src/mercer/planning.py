@@ -316,6 +316,7 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
                 f"backend={' or '.join(repr(b) for b, ok in able.items() if ok)}."
             )
         return asked, call.seconds(form, path, asked), f" Backend {asked}, as asked."
+    able["sdpa"] = able["sdpa"] and sdpa.worth_while(merged)
     # Nobody waits for a compiler because of a small call, whatever it would save.
     if scanned:
         able["numba"] = cost.feature_flops(kernel, merged, sizes, form) >= polynomial.LEAST_FLOPS

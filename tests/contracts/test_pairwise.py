@@ -28,12 +28,10 @@ from mercer import (
     Unsupported,
     Window,
     attention,
-    plan,
 )
 from mercer.core import schedule
 from mercer.core.reference import reference_attention
 from mercer.forms import tiles as tiles_module
-from mercer.planning import BACKENDS
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, DIM = 2, 4, 2, 8, 11, 3
 KINDS = [(Exp(), Sum()), (Taylor(2), Sum()), (Taylor(3), L2()), (Elu(), Length()), (Gaussian(), Sum())]
@@ -72,10 +70,10 @@ def tiles(request, monkeypatch):
     schedule._schedule.cache_clear()
 
 
-def compare(given, tensors, structure, kernel, normalizer, form):
+def compare(given, tensors, structure, kernel, normalizer, form, backend="torch"):
     """Outputs and gradients of a form against the double loop."""
     options = {"kernel": kernel, "normalizer": normalizer, "structure": structure}
-    ours = attention(*given, **options, form=form, path="pairs")
+    ours = attention(*given, **options, form=form, path="pairs", backend=backend)
     expected = reference_attention(*given, **options)
     terms = KEYS * DIM
     assert_close(ours, expected, terms, form)
@@ -137,8 +135,9 @@ def test_narrow_dtypes(seed, dtype, queries, keys):
     structure = Mask(mask) & Bias(bias)
     exact = Mask(mask) & Bias(bias.double())
     expected = reference_attention(query.double(), key.double(), value.double(), structure=exact)
-    for form in ("dense", "chunked"):
-        assert_close(attention(query, key, value, structure=structure, form=form), expected, keys * DIM, form)
+    for form, backend in (("dense", "torch"), ("chunked", "torch"), ("chunked", "sdpa")):
+        ours = attention(query, key, value, structure=structure, form=form, backend=backend)
+        assert_close(ours, expected, keys * DIM, f"{form}, {backend}")
 
 
 def test_random_features_under_a_mask():
@@ -157,16 +156,6 @@ def test_a_bias_is_left_as_it_is():
         for form in ("dense", "chunked"):
             attention(query, key, value, kernel=kernel, structure=Bias(bias), form=form)
     assert torch.equal(bias, before)
-
-
-def test_no_fused_kernel_takes_them():
-    query, key, value = (torch.zeros(1, 4, 512, 64) for _ in range(3))
-    for part in (Mask(torch.ones(1, 1, 512, 512, dtype=torch.bool)), Bias(torch.zeros(1, 1, 512, 512))):
-        for structure in (part, Causal() & part):
-            assert plan(query, key, value, structure=structure).backend == "torch"
-            for backend in set(BACKENDS) - {"torch"}:
-                with pytest.raises(Unsupported, match="does not compute"):
-                    plan(query, key, value, structure=structure, backend=backend)
 
 
 class TestRefusals:

@@ -4,7 +4,7 @@
 |---|---|---|
 | dense | dense or recurrent, pairs, torch | a pair, hidden ones included |
 | tiles, exp_tiles | chunked, pairs, torch; the latter for exponential kernels | a pair of a tile |
-| sdpa | chunked, pairs, sdpa or flex | a visible pair |
+| sdpa | chunked, pairs, sdpa or flex | a visible pair; under a mask, any pair |
 | fused_softmax | chunked, pairs, numba | a visible pair; under a pattern, a pair of a tile |
 | fused_decode | the same, where few queries want no gradient | a visible pair |
 | cache | beside any of these, where keys and values are kept | - |
@@ -173,7 +173,8 @@ def _cache(merged: Merged, sizes: Sizes, stateful: bool) -> list[Part]:
 def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str) -> Work:
     queries, keys = sizes.query_length, sizes.key_length + sizes.past_length
     pairs = cost.visible_pairs(merged, sizes)
-    if way == "dense" and form == "dense":
+    masked = way == "sdpa" and bool(merged.pairwise)  # under a mask no pair is left out
+    if masked or (way == "dense" and form == "dense"):
         pairs = queries * keys
     elif merged.patterns:
         pairs = cost.computed_pairs(merged, sizes)
@@ -186,6 +187,8 @@ def _pairs(way: str, kernel: Kernel, merged: Merged, sizes: Sizes, form: str) ->
     items = sizes.batch * sizes.query_heads * pairs
     past = sizes.batch * sizes.key_heads * sizes.past_length * (sizes.dim + sizes.value_dim) * sizes.cache_itemsize
     moved = cost.io_bytes(sizes) + past
+    if masked:  # which is read too, once for all rows of the batch
+        moved += sizes.query_heads * pairs * sizes.itemsize
     calls = max(queries, 1) if form == "recurrent" else 1
     return Work(calls, items, _mapped_entries(kernel, sizes), 2 * items * (mapped + sizes.value_dim), moved)
 
