@@ -1,0 +1,54 @@
+"""What is particular to RWKV-4 as transformers has it."""
+
+import pytest
+import torch
+from tests.checkpoints.measure import error, stepwise
+from tests.checkpoints.zoo import DECODERS, make, tokens
+
+from mercer import checkpoints
+from mercer.checkpoints.family import find_family
+from mercer.errors import Unsupported
+from mercer.models.config import ModelConfig
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(("every", "bound"), [(0, 1e-5), (1, 1e-3)])
+def test_weights_are_read_as_they_were_saved_and_states_go_on(every, bound, tmp_path):
+    """In evaluation transformers halves what flows between layers, and the weights that add to it, every so many
+    layers. The norms take it out again but for their epsilon, which is 4, 16 and 64 times as large beside a variance
+    that was halved once, twice and three times."""
+    kind, settings = DECODERS["rwkv"]
+    settings = settings | {"rescale_every": every, "num_hidden_layers": 4, "use_cache": True}
+    theirs, ids = make(kind, settings, tmp_path / "model"), tokens()
+    ours = checkpoints.load(tmp_path / "model")
+    stored = theirs.rwkv.blocks[3].attention.output.weight.clone()
+    with torch.no_grad():
+        first = theirs(ids[:, :20])
+        rest = theirs(ids[:, 20:], state=first.state)
+        wanted = torch.cat((first.logits, rest.logits), 1)
+        assert torch.equal(theirs.rwkv.blocks[3].attention.output.weight, stored / (8 if every else 1))
+        assert torch.equal(ours.blocks[3].mixer.output.weight, stored)
+        assert error(ours(ids), wanted) < bound
+        assert error(stepwise(ours, ids, (20, 1, 3)), wanted) < bound
+
+
+def config(**changes):
+    values = {
+        "vocab_size": 32, "dim": 16, "heads": 1, "layers": 2, "attention": "rwkv4", "feedforward": "rwkv4",
+        "norm": "layer", "norm_eps": 1e-5, "bias": ("norm",), "position": "none", "embedding_norm": True,
+    }  # fmt: skip
+    return ModelConfig(**values | changes)
+
+
+def test_what_the_format_cannot_say_is_refused():
+    write = find_family("rwkv").write_config
+    assert write(config(hidden=40))["intermediate_size"] == 40
+    assert write(config(mixers={"rwkv4": {"width": 8}}))["attention_hidden_size"] == 8
+    for changes, what in (
+        ({"norm_eps": 1e-6}, "norm_eps"),
+        ({"embedding_norm": False}, "embedding_norm"),
+        ({"feedforward": "rwkv7"}, "feedforward"),
+        ({"attention": ("rwkv4", "rwkv5")}, "attention"),
+    ):
+        with pytest.raises(Unsupported, match=f"rwkv has no way to say {what}"):
+            write(config(**changes))
