@@ -35,7 +35,7 @@ def ours(dtype: str, root: Path, shape: str, threads: int) -> Generate:
     torch.set_num_threads(threads)
     plain = dtype in ("float32", "bfloat16")
     model = load(models.hub_folder(root, shape, dtype if plain else "float32"))
-    engine = prepare(model, "as_is" if plain else dtype)
+    engine = prepare(model, "as_is" if plain else dtype, keep=False)
     del model
 
     def run(prompt: list[int], count: int, told: Told) -> None:

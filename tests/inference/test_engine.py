@@ -289,6 +289,21 @@ def test_the_model_stays_as_it_is() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"tie_embeddings": False, "head_bias": True}, {"experts": {"count": 3, "chosen": 2}}]
+)
+@torch.no_grad()
+def test_a_model_that_is_not_kept_leaves_its_matrices(fields: dict) -> None:
+    model = build(**fields)
+    tokens = tokens_of(model, 1, 5)
+    expected = prepare(model)(tokens)
+    engine = prepare(model, keep=False)
+    assert torch.equal(engine(tokens), expected)
+    left = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.ndim > 1}
+    assert set(left) <= {"embedding.weight", *(f"blocks.{i}.feedforward.router.weight" for i in range(2))}, left
+    assert ("embedding.weight" in left) == (not model.config.tie_embeddings)  # rows of it are read as they are
+
+
 def test_what_is_refused() -> None:
     model = build()
     with pytest.raises(InvalidArgument, match="as_is, bfloat16, int8, int4"):

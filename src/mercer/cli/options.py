@@ -139,8 +139,8 @@ def opened(
     if weights is not None:
         from mercer.inference.engine import prepare
 
-        lm = prepare(lm, weights)
-        found = replace(found, model=lm)  # lets the plain weights go
+        lm = prepare(lm, weights, keep=False)
+        found = replace(found, model=lm)
     return found, lm
 
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 WEIGHTS = ("as_is", "bfloat16", "int8", "int4")
 
 
-def prepare(model: DecoderLM, weights: str = "as_is") -> Engine:
+def prepare(model: DecoderLM, weights: str = "as_is", *, keep: bool = True) -> Engine:
     """Pack a decoder's weights for inference on the CPU. Needs the extra `cpu`.
 
     The engine is called as the model is and gives the same logits up to rounding: its residual stream, sums and logits
-    are float32. The model stays as it is; what is done to its parameters later does not reach the engine.
+    are float32. What is done to the model's parameters later does not reach the engine.
 
     Args:
         model: of float32 or bfloat16, on the CPU.
@@ -39,6 +39,8 @@ def prepare(model: DecoderLM, weights: str = "as_is") -> Engine:
             "int4" (the same with a factor and a least value, half of (max - min) / 15, but int8 for what embeds and
             scores tokens). All but float32 as it is keep
             keys and values in bfloat16 where the step is compiled, and multiply prompts in bfloat16.
+        keep: leave the model as it is, so that all weights are there twice. False takes each matrix from it when that
+            is packed, and leaves a model that computes nothing any more.
 
     Raises:
         InvalidArgument: another name of weights.
@@ -55,7 +57,7 @@ def prepare(model: DecoderLM, weights: str = "as_is") -> Engine:
     if len(found) > 1 or not found <= {torch.float32, torch.bfloat16}:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in found))
         raise Unsupported(f"a model of float32 or of bfloat16 can be packed, not one of {names}: convert it first")
-    return Engine(model, weights)
+    return Engine(model, weights, keep)
 
 
 class Engine:
@@ -68,14 +70,14 @@ class Engine:
         reason: why a step of one token is computed module by module; None if it is one compiled call.
     """
 
-    def __init__(self, model: DecoderLM, weights: str) -> None:
+    def __init__(self, model: DecoderLM, weights: str, keep: bool = True) -> None:
         plain = model.embedding.weight.dtype
         self.kind = str(plain).removeprefix("torch.") if weights == "as_is" else weights
         self.weights, self.reason = weights, unfit(model)
         narrow = plain == torch.bfloat16 or (self.kind != "float32" and self.reason is None)
         self.dtype = torch.bfloat16 if narrow else torch.float32
         with torch.no_grad():
-            self.model = packed_model(model, self.kind, self.dtype)
+            self.model = packed_model(model, self.kind, self.dtype, keep)
         self.config: ModelConfig = model.config
         self._lock = Lock()  # a program has its own memory, for one step at a time
         self._programs: dict[tuple[int, int, bool], Program] = {}

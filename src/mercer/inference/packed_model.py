@@ -72,7 +72,7 @@ class PackedFeedForward(nn.Module):
 class PackedExperts(Experts):
     """`Experts` whose matrices are packed one by one; the router stays as it is, since it decides."""
 
-    def __init__(self, experts: Experts, kind: str) -> None:
+    def __init__(self, experts: Experts, kind: str, keep: bool) -> None:
         nn.Module.__init__(self)
         self.dim, self.experts, self.chosen, self.kind = experts.dim, experts.experts, experts.chosen, experts.kind
         self.renormalise, self.capacity, self.router = experts.renormalise, experts.capacity, experts.router
@@ -81,6 +81,9 @@ class PackedExperts(Experts):
             PackedExpertLinear([pack(matrix, kind, paired=pair) for matrix in linear.weight])
             for linear, pair in ((experts.input, paired), (experts.output, False))
         )
+        if not keep:
+            _let_go(experts.input)
+            _let_go(experts.output)
 
     def _expert(self, rows: Tensor, inward: Any, outward: Any) -> Tensor:
         return PackedFeedForward(PackedLinear(inward, None), PackedLinear(outward, None), self.kind)(rows)
@@ -120,13 +123,14 @@ class _Widened(nn.Module):
         return self.inner(x).float()
 
 
-def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype) -> DecoderLM:
+def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype, keep: bool) -> DecoderLM:
     """A twin of the model that shares its norms, positions and kernels, and whose matrices are packed as `kind`.
 
     What embeds and scores tokens is kept with 8 bits where the other weights have 4: rounding it costs most.
 
     Its residual stream is float32; queries, keys and values have the given dtype. Its `head` is a `PackedLinear`, also
-    where the embedding is tied to it. The model itself stays as it is.
+    where the embedding is tied to it. The model itself stays as it is if `keep`; otherwise each matrix is let go when
+    it is packed, so that never more than one is there twice.
     """
     held = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     for module in model.modules():  # matrices are not copied, only replaced
@@ -140,29 +144,42 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype) -> DecoderLM:
         for name, module in list(attention.named_children()):
             if isinstance(module, nn.Linear):
                 wanted = torch.float32 if name == "output" else dtype
-                setattr(attention, name, _linear(module, kind, wanted))
-        block.feedforward = _feedforward(block.feedforward, kind)
+                setattr(attention, name, _linear(module, kind, wanted, keep))
+        block.feedforward = _feedforward(block.feedforward, kind, keep)
     scored = pack(embedding.weight if head is None else head.weight, "int8" if kind == "int4" else kind)
     bias = None if head is None or head.bias is None else head.bias.detach().float()
     twin.embedding = PackedEmbedding(scored) if head is None else _Widened(embedding)
     twin.head = PackedLinear(scored, bias)
+    if not keep:
+        _let_go(embedding if head is None else head)
     return twin
 
 
-def _linear(module: nn.Linear, kind: str, dtype: torch.dtype) -> PackedLinear:
+def _let_go(module: nn.Module) -> None:
+    """Leave a module without its weight's numbers."""
+    weight = module.get_parameter("weight")
+    weight.data = weight.data.new_empty(0)
+
+
+def _linear(module: nn.Linear, kind: str, dtype: torch.dtype, keep: bool) -> PackedLinear:
     bias = module.full_bias() if isinstance(module, FusedLinear) else module.bias
-    return PackedLinear(pack(module.weight, kind), None if bias is None else bias.detach().float(), dtype)
+    weight = pack(module.weight, kind)
+    if not keep:
+        _let_go(module)
+    return PackedLinear(weight, None if bias is None else bias.detach().float(), dtype)
 
 
-def _feedforward(module: nn.Module, kind: str) -> PackedFeedForward | PackedExperts:
+def _feedforward(module: nn.Module, kind: str, keep: bool) -> PackedFeedForward | PackedExperts:
     if type(module) is Experts:
-        return PackedExperts(module, kind)
+        return PackedExperts(module, kind, keep)
     if type(module) is not FeedForward:
         raise Unsupported(f"weights of a {type(module).__name__} cannot be packed yet: use the model as it is")
     bias = module.input.bias
     inner = pack(module.input.weight, kind, paired=module.kind in GATED)
+    if not keep:
+        _let_go(module.input)
     first = PackedLinear(inner, None if bias is None else bias.detach().float())
-    return PackedFeedForward(first, _linear(module.output, kind, torch.float32), module.kind)
+    return PackedFeedForward(first, _linear(module.output, kind, torch.float32, keep), module.kind)
 
 
 def weights_of(model: nn.Module) -> list[Packed]:
