@@ -32,6 +32,25 @@ def test_weights_are_read_as_they_were_saved_and_states_go_on(every, bound, tmp_
         assert error(stepwise(ours, ids, (20, 1, 3)), wanted) < bound
 
 
+@pytest.mark.peers
+def test_decays_in_float32_make_no_other_tensor_wide(tmp_path):
+    """As transformers saves a model in bfloat16, whose decays and bonuses it keeps in float32."""
+    kind, settings = DECODERS["rwkv"]
+    theirs = make(kind, settings, tmp_path / "made").bfloat16()
+    for block in theirs.rwkv.blocks:
+        for parameter in (block.attention.time_decay, block.attention.time_first):
+            parameter.data = parameter.data.float()
+    theirs.save_pretrained(tmp_path / "model")
+    ours, ids = checkpoints.load(tmp_path / "model"), tokens()
+    kinds = {name: parameter.dtype for name, parameter in ours.named_parameters()}
+    wide = {name for name, dtype in kinds.items() if dtype == torch.float32}
+    assert wide == {f"blocks.{i}.mixer.{name}" for i in range(3) for name in ("decay", "bonus")}
+    assert kinds["blocks.0.mixer.key.weight"] == torch.bfloat16
+    with torch.no_grad():
+        exact = checkpoints.load(tmp_path / "model", dtype="float32")(ids)
+        assert error(ours(ids).float(), exact) < 0.1
+
+
 def config(**changes):
     values = {
         "vocab_size": 32, "dim": 16, "heads": 1, "layers": 2, "attention": "rwkv4", "feedforward": "rwkv4",

@@ -23,6 +23,7 @@ from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, Rule
 from mercer.checkpoints.source import Safetensors, Source
 from mercer.errors import InvalidArgument, Unsupported
+from mercer.mixers.base import Mixer
 from mercer.models.block_config import BlockConfig
 from mercer.models.chat import ChatTemplate, load_chat_template
 from mercer.models.configured import swapped
@@ -263,18 +264,19 @@ def _piece(source: Source, name: str, dtype: torch.dtype | None) -> Tensor:
 
 
 def _of_one_dtype(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in the narrowest dtype that holds all, since matrices are multiplied in one. Norms stay, which are
-    computed in float32 at least.
+    """The tensors in the narrowest dtype that holds all, since matrices are multiplied in one. Norms, and decays of
+    mixers and the like, stay: they are computed in float32 at least.
     """
-    norms = {
+    apart = {
         f"{place}.{name}"
         for place, module in model.named_modules()
-        if isinstance(module, LayerNorm | RMSNorm)
+        if isinstance(module, LayerNorm | RMSNorm | Mixer)
         for name, _ in module.named_parameters(recurse=False)
+        if not isinstance(module, Mixer) or name in module.undecayed
     }
-    kinds = {tensor.dtype for name, tensor in tensors.items() if name not in norms}
+    kinds = {tensor.dtype for name, tensor in tensors.items() if name not in apart}
     wide = reduce(torch.promote_types, kinds)
-    return {name: tensor if name in norms else tensor.to(wide) for name, tensor in tensors.items()}
+    return {name: tensor if name in apart else tensor.to(wide) for name, tensor in tensors.items()}
 
 
 def with_attention(config: Any, attention: str | Sequence[str]) -> Any:
