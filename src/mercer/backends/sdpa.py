@@ -98,7 +98,8 @@ def _mask(layout: Layout, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tens
 def _of_one_row(layout: Layout) -> Layout:
     """The same layout where all rows of the batch have one and the same padding, given as a view of it."""
     valid = layout.key_valid
-    one = valid is not None and valid.shape[0] > 1 and valid.stride(0) == 0
-    if not one or layout.right is not None or layout.query_valid is not None:
+    if valid is None or valid.shape[0] < 2 or valid.stride(0) != 0:
+        return layout
+    if layout.right is not None or layout.query_valid is not None:  # places differ too, or queries do
         return layout
     return replace(layout, key_valid=valid[:1])

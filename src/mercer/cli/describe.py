@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,10 +70,10 @@ def _texts(opened: Checkpoint) -> dict[str, Any]:
         found = opened.vocabulary
     except MercerError as error:
         return {"tokenizer": None, "no_tokenizer": str(error), "chat": False}
-    try:
-        chats = opened.family != "mercer" and opened.chat is not None
-    except MercerError:
-        chats = False
+    chats = False
+    if opened.family != "mercer":
+        with suppress(MercerError):  # no template, or one that does not serve
+            chats = bool(opened.chat.source)
     return {"tokenizer": {"tokens": found.size, "special": len(found.special)}, "chat": chats}
 
 

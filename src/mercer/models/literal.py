@@ -47,7 +47,7 @@ class Spelling:
 
     def hidden_name(self, token: int) -> str:
         """What the twin calls a special token."""
-        return f"{_NAME}{self.secret}{_written(token)}{_CLOSE}"
+        return f"{_NAME}{self.secret}{_digits(token)}{_CLOSE}"
 
     def found(self, text: str) -> list[tuple[int, int, int]]:
         """Where a text reads as special tokens: (start, stop, token)."""
@@ -138,7 +138,7 @@ class Literal:
         for start, stop in sorted(spans):
             start, stop = max(start, at), max(stop, at)  # what overlaps is hidden once
             if start < stop:
-                parts += [text[at:start], f"{self._mark}{_written(len(self._texts))}{_CLOSE}"]
+                parts += [text[at:start], f"{self._mark}{_digits(len(self._texts))}{_CLOSE}"]
                 self._texts.append(text[start:stop])
                 at = stop
         return "".join([*parts, text[at:]])
@@ -163,13 +163,13 @@ class Literal:
                 "the chat template cuts or changes a message where it spells a special token, so that it cannot be "
                 "read as it is spelt; literal=False reads it as that token"
             )
-        return self._spelling.encode(mark.sub(lambda found: self._texts[_read(found[1])], text))
+        return self._spelling.encode(mark.sub(lambda found: self._texts[_number(found[1])], text))
 
 
-def _written(number: int) -> str:
+def _digits(number: int) -> str:
     """A number in digits for private use."""
     return "".join(chr(0xE020 + int(digit)) for digit in str(number))
 
 
-def _read(digits: str) -> int:
+def _number(digits: str) -> int:
     return int("".join(str(ord(digit) - 0xE020) for digit in digits))
