@@ -96,6 +96,8 @@ class Retention(Mixer):
 
 def _turned(x: Tensor, turns: Turns, at: int) -> Tensor:
     """Queries or keys [B, L, H, K] turned by their positions with at=2, or S [B, H, K, V] by its row's with at=3."""
-    cos, ahead, behind = (factor.unsqueeze(at) for factor in turns[:3])
-    along = -1 if at == 2 else 2
-    return x * cos + x.roll(-turns.step, along) * ahead + x.roll(turns.step, along) * behind
+    half = x.shape[-1 if at == 2 else 2] // 2
+    cos, sin = turns.cos[..., :half].unsqueeze(at), turns.behind[..., half:].unsqueeze(at)
+    first, second = x.chunk(2, -1 if at == 2 else 2)
+    turned = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
+    return torch.cat(turned, -1 if at == 2 else 2)
