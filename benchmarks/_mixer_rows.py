@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks._channel_rows import linear_recurrence, rg_lru, s4d
 from benchmarks._mamba_rows import mamba, selective_scan
+from benchmarks._ssd_rows import ssd
 
 Run = Callable[..., Tensor]
 """Takes a case's tensors in their order and returns outputs, of one shape for all of a case."""
@@ -209,4 +210,5 @@ ROWS: dict[str, Callable[[int], Case]] = {
     "linear-recurrence": linear_recurrence,
     "rg-lru": rg_lru,
     "s4d": s4d,
+    "ssd": ssd,
 }
