@@ -212,6 +212,8 @@ def test_a_loaded_model_computes_what_the_authors_package_computes(tmp_path, mon
         ({"hidden_act": "relu"}, "hidden_act is 'relu', and only 'sqrelu'"),
         ({"attn": {"layers": [1]}}, "layers of attention between"),
         ({"head_dim": 48}, "not a whole number of heads of 48"),
+        ({"head_dim": None, "num_heads": 3}, "not a whole number of heads of 42"),
+        ({"head_dim": None, "num_heads": None}, "not a whole number of heads of None"),
         ({"num_heads": 4}, "num_heads is 4, and hidden_size / head_dim is 2"),
         ({"value_dim": [128, 128, 256]}, "only the hidden_size of 128"),
         ({"a_low_rank_dim": None}, "a low_rank_dim is null"),

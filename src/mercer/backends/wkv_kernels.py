@@ -101,7 +101,7 @@ def _at(n: Any, which: int, offset: int) -> int:
 
 
 @njit
-def _fill(to: int, at: int, count: int, otherwise: float) -> None:
+def _fill(to: int, at: int, count: int, otherwise: Any) -> None:
     """Some numbers in whole vectors; the lanes beyond get 0."""
     for c in range(0, count, LANES):
         store(to + 4 * c, load_row(at + 4 * c, 0, count - c) if at else splat(otherwise))

@@ -33,11 +33,12 @@ def _read(keys: Keys, _architecture: str) -> ModelConfig:
     # How it is computed, and of the loss.
     keys.aside("attn_mode", "fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp")
     dim, layers = keys.take("hidden_size", 2048, kind=int), keys.take("num_hidden_layers", 24, kind=int)
-    heads = keys.take("num_heads", None, kind=int)
-    size = keys.take("head_dim", 64, kind=int)
-    if not (size or heads) or dim % (size or heads):
+    count, size = keys.take("num_heads", None, kind=int), keys.take("head_dim", 64, kind=int)
+    if size is None and count is not None and count > 0:
+        size = dim // count
+    if size is None or size < 1 or dim % size:
         raise InvalidArgument(f"{keys.where}: hidden_size {dim} is not a whole number of heads of {size}")
-    heads, count = (heads, heads) if size is None else (dim // size, heads)
+    heads = dim // size
     if count not in (None, heads):
         raise InvalidArgument(f"{keys.where}: num_heads is {count}, and hidden_size / head_dim is {heads}")
     values = keys.take("value_dim", None, kind=(int, list))
@@ -57,7 +58,7 @@ def _read(keys: Keys, _architecture: str) -> ModelConfig:
         layers=layers,
         heads=heads,
         attention="rwkv7",
-        mixers={"rwkv7": ranks | {"norm_eps": eps * (dim // heads)}},
+        mixers={"rwkv7": ranks | {"norm_eps": eps * size}},
         feedforward="rwkv7",
         hidden=hidden,
         norm="layer",
