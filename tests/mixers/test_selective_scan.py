@@ -12,6 +12,7 @@ from mercer.errors import InvalidArgument, Unsupported
 from mercer.mixers.selective_scan import selective_scan
 
 FORMS = ("recurrent", "chunked", "fused")
+TORCH = ("recurrent", "chunked", "auto")  # of float64
 
 
 def draw(batch, length, channels, states, dtype=torch.float64):
@@ -53,7 +54,7 @@ def expected(x, step, rates, write, read, skip, gate, bias, state, lengths):
     return torch.stack(rows), torch.stack(finals)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*TORCH, "fused"])
 @pytest.mark.parametrize(
     ("lengths", "channels", "states"), [((1,), 1, 1), ((0, 5), 3, 4), ((37, 0, 33), 2, 17), ((70,), 19, 2)]
 )
@@ -157,7 +158,7 @@ def test_softplus_and_silu_are_exact_over_their_whole_range():
     assert torch.allclose(y.double(), torch.nn.functional.silu(values.double()), rtol=5e-7, atol=1e-36)
 
 
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", TORCH)
 def test_gradients_by_finite_differences(form):
     given = draw(2, 4, 2, 2)
 

@@ -8,7 +8,6 @@ tokens. Sums are float32. `mercer.mixers.selective_scan` has the definition and 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,12 @@ from mercer.backends import selective_scan_table as at
 from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.first_order import first_order
 
-LEAST = 1 << 16
+LEAST = 1 << 14
 """Channels times states times tokens from which nobody minds that a compiler starts."""
+ALONE = 1 << 18
+"""Likewise, up to which one thread is quicker than waking others."""
+INPUTS = (at.X, at.STEP, at.RATES, at.WRITE, at.READ, at.SKIP, at.GATE, at.BIAS, at.STATE, at.LENGTHS)
+"""Rows of the table in the order of the arguments."""
 
 
 def serves(*tensors: Tensor | None) -> bool:
@@ -50,10 +53,13 @@ def selective_scan(
     """Outputs [B, L, D] in the dtype of x, and final states [B, N, D] in float32; arguments as the operator's."""
     x, step = _rows(x), _rows(step)
     gate = None if gate is None else _rows(gate)
-    a, write, read = a.float(), _wide(write), _wide(read)
+    a, write, read = a.float().contiguous(), _wide(write), _wide(read)
     skip, bias, state = (None if v is None else v.float().contiguous() for v in (skip, bias, state))
     lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
-    return _Scan.apply(x, step, a, write, read, skip, gate, bias, state, lengths, softplus)  # pyright: ignore[reportReturnType]
+    inputs = (x, step, a, write, read, skip, gate, bias, state, lengths)
+    if not torch.is_grad_enabled():
+        return _forward(inputs, softplus, None)
+    return _Scan.apply(*inputs, softplus)  # pyright: ignore[reportReturnType]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -66,46 +72,41 @@ def _wide(x: Tensor) -> Tensor:
     return _rows(x.float())
 
 
+def _forward(inputs: tuple[Tensor | None, ...], softplus: bool, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    from mercer.backends import selective_scan_kernels as kernels
+
+    x, a = inputs[0], inputs[2]
+    assert x is not None
+    assert a is not None
+    batch, length, channels = x.shape
+    states = a.shape[1]
+    out, final = torch.empty(batch, length, channels, dtype=x.dtype), torch.empty(batch, states, channels)
+    table = dict(zip(INPUTS, inputs, strict=True)) | {at.OUT: out, at.FINAL: final, at.MARKS: marks}
+    _run(kernels.compiled_forward(), table, (batch, length, channels, states, softplus), kernels.forward_room)
+    return out, final
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        step: Tensor,
-        a: Tensor,
-        write: Tensor,
-        read: Tensor,
-        skip: Tensor | None,
-        gate: Tensor | None,
-        bias: Tensor | None,
-        state: Tensor | None,
-        lengths: Tensor | None,
-        softplus: bool,
-    ) -> tuple[Tensor, Tensor]:
-        from mercer.backends import selective_scan_kernels as kernels
-
-        batch, length, channels = x.shape
-        states = a.shape[1]
-        out = torch.empty(batch, length, channels, dtype=x.dtype)
-        final = torch.empty(batch, states, channels)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *inputs, softplus = given
+        x, a = inputs[0], inputs[2]
         marks = None
         if any(ctx.needs_input_grad):
-            marks = torch.empty(batch, -(-length // at.CHUNK), states, channels)
-        rates = _rates(a)
-        table = _inputs(x, step, rates, write, read, skip, gate, bias, state, lengths)
-        table |= {at.OUT: out, at.FINAL: final, at.MARKS: marks}
-        _run(kernels.compiled_forward(), table, (batch, length, channels, states, softplus), kernels.forward_room)
+            marks = torch.empty(x.shape[0], -(-x.shape[1] // at.CHUNK), a.shape[1], x.shape[2])
+        found = _forward(tuple(inputs), softplus, marks)
         ctx.set_materialize_grads(False)
-        ctx.softplus, ctx.begun = softplus, state is not None
-        ctx.save_for_backward(x, step, a, write, read, skip, gate, bias, lengths, marks)
-        return out, final
+        ctx.softplus = softplus
+        ctx.save_for_backward(*inputs, marks)
+        return found
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         from mercer.backends import selective_scan_kernels as kernels
 
-        x, step, a, write, read, skip, gate, bias, lengths, marks = ctx.saved_tensors
+        *inputs, marks = ctx.saved_tensors
+        x, step, a, _, _, skip, gate, bias, state, _ = inputs
         batch, length, channels = x.shape
         states = a.shape[1]
         if grad_out is None:
@@ -114,7 +115,7 @@ class _Scan(torch.autograd.Function):
         grad_state, grad_rates = torch.empty(batch, states, channels), torch.empty(batch, states, channels)
         grad_skip, grad_bias = torch.empty(batch, channels), torch.empty(batch, channels)
         both = torch.empty(-(-channels // at.GROUP), batch, length, 2, states)
-        table = _inputs(x, step, _rates(a), write, read, skip, gate, bias, None, lengths)
+        table: dict[int, Tensor | None] = dict(zip(INPUTS, inputs, strict=True))
         table |= {at.MARKS: marks, at.GRAD_OUT: _rows(grad_out)}
         table[at.GRAD_FINAL] = None if grad_final is None else grad_final.contiguous()
         table |= {at.GRAD_X: grads[0], at.GRAD_STEP: grads[1], at.GRAD_GATE: grads[2], at.GRAD_STATE: grad_state}
@@ -122,52 +123,32 @@ class _Scan(torch.autograd.Function):
         sizes = (batch, length, channels, states, ctx.softplus)
         _run(kernels.compiled_backward(), table, sizes, kernels.backward_room)
         grad_write, grad_read = both.sum(0).unbind(2)
-        vectors = (None if v is None else g.sum(0) for v, g in ((skip, grad_skip), (bias, grad_bias)))
-        grad_a = grad_rates.sum(0).t()
-        return *_spread(grads, grad_a, grad_write, grad_read, *vectors), grad_state if ctx.begun else None, None, None
-
-
-def _spread(
-    grads: list[Tensor | None], a: Tensor, write: Tensor, read: Tensor, skip: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of the arguments."""
-    return grads[0], grads[1], a, write, read, skip, grads[2], bias
-
-
-def _rates(a: Tensor) -> Tensor:
-    """A log2(e) as [N, D]."""
-    return (a.detach().t() * math.log2(math.e)).contiguous()
-
-
-def _inputs(
-    x: Tensor,
-    step: Tensor,
-    rates: Tensor,
-    write: Tensor,
-    read: Tensor,
-    skip: Tensor | None,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    state: Tensor | None,
-    lengths: Tensor | None,
-) -> dict[int, Tensor | None]:
-    table = {at.X: x, at.STEP: step, at.RATES: rates, at.WRITE: write, at.READ: read}
-    return table | {at.SKIP: skip, at.GATE: gate, at.BIAS: bias, at.STATE: state, at.LENGTHS: lengths}
+        grad_skip, grad_bias = (None if v is None else g.sum(0) for v, g in ((skip, grad_skip), (bias, grad_bias)))
+        beside = (grad_rates.sum(0).t(), grad_write, grad_read, grad_skip, grads[2], grad_bias)
+        return *grads[:2], *beside, None if state is None else grad_state, None, None
 
 
 def _run(kernel: Any, table: dict[int, Tensor | None], sizes: tuple[int, ...], room: Any) -> None:
     """Run a kernel over groups of channels of all rows, an equal run of them a thread, each with scratch of its own."""
-    tensors = np.zeros((at.ROWS, 4), np.int64)
+    numbers = [0] * (4 * at.ROWS)
     for row, x in table.items():
         if x is not None:
-            strides = [n * x.element_size() for n in x.stride()[:2]] if row < at.STATE else (0, 0)
-            tensors[row] = x.data_ptr(), x.dtype == torch.bfloat16, *strides
-    batch, _, channels, states, _ = sizes
-    numbers = np.array(sizes, np.int64)
+            numbers[4 * row] = x.data_ptr()
+            if row < at.STATE:
+                size, strides = x.element_size(), x.stride()
+                numbers[4 * row + 1 : 4 * row + 4] = size == 2, size * strides[0], size * strides[1]
+    tensors, switches = np.array(numbers, np.int64).reshape(at.ROWS, 4), np.array(sizes, np.int64)
+    batch, length, channels, states, _ = sizes
     items = batch * -(-channels // at.GROUP)
-    work = torch.empty(threads_for(items), room(states) // 4)
+    threads = 1 if batch * length * channels * states <= ALONE else threads_for(items)
+    pitch = room(states)
+    work = torch.empty(threads * pitch // 4)
+    address = work.data_ptr()
 
     def part(thread: int, start: int, stop: int) -> None:
-        kernel(tensors, numbers, work[thread].data_ptr(), start, stop)
+        kernel(tensors, switches, address + thread * pitch, start, stop)
 
-    share(items, part)
+    if threads == 1:
+        part(0, 0, items)
+    else:
+        share(items, part)

@@ -21,11 +21,14 @@ from mercer.backends.microkernels import (
     broadcast,
     exp,
     fma,
+    get,
     lane_sums,
     load,
     load_row,
+    load_turned,
     mul,
     prefetch,
+    put,
     splat,
     store,
     store_row,
@@ -65,7 +68,15 @@ from mercer.backends.selective_scan_table import (
     WRITE,
     X,
 )
-from mercer.backends.selective_scan_vectors import LOG_2, decay, minus_size, one_minus, sigmoid_from, softplus_from
+from mercer.backends.selective_scan_vectors import (
+    LOG2_E,
+    LOG_2,
+    decay,
+    minus_size,
+    one_minus,
+    sigmoid_from,
+    softplus_from,
+)
 from mercer.backends.step_kernels import load_some, store_some
 
 F = np.float32
@@ -125,6 +136,24 @@ def _fetch(source: int, states: int, channels: int, first: int, count: int, to: 
 
 
 @njit
+def _fetch_rates(source: int, states: int, first: int, count: int, to: int) -> None:
+    """[D, N] in memory, times log2(e), to blocks of [N][16]; zeros beyond the channels."""
+    factor = splat(F(LOG2_E))
+    for c in range(0, count, LANES):
+        row = source + 4 * (first + c) * states
+        whole = states // LANES * LANES if count - c >= LANES else 0
+        for s in range(0, whole, LANES):
+            load_turned(row + 4 * s, 0, 4 * states, 0, to + s * ROW)
+        for s in range(whole, states):
+            store(to + s * ROW, splat(F(0)))
+            for lane in range(min(LANES, count - c)):
+                put(to + s * ROW + 4 * lane, get(row + 4 * (lane * states + s)))
+        for s in range(states):
+            store(to + s * ROW, mul(factor, load(to + s * ROW)))
+        to += states * ROW
+
+
+@njit
 def _keep(source: int, states: int, channels: int, first: int, count: int, to: int) -> None:
     """Blocks of [N][16] to [N, D] in memory."""
     for c in range(0, count, LANES):
@@ -163,7 +192,7 @@ def forward(t: Any, n: Any, work: int, start: int, stop: int) -> None:
         count = min(GROUP, channels - first)
         tokens = _count(t, n, row)
         whole = 4 * states * channels
-        _fetch(t[RATES, 0], states, channels, first, count, rates)
+        _fetch_rates(t[RATES, 0], states, first, count, rates)
         before = t[STATE, 0] + row * whole if t[STATE, 0] else 0
         _fetch(before, states, channels, first, count, held)
         for begin in range(0, tokens, CHUNK):
@@ -241,7 +270,7 @@ def backward(t: Any, n: Any, work: int, start: int, stop: int) -> None:
         count = min(GROUP, channels - first)
         tokens = _count(t, n, row)
         whole = 4 * states * channels
-        _fetch(t[RATES, 0], states, channels, first, count, rates)
+        _fetch_rates(t[RATES, 0], states, first, count, rates)
         _clear(grad_rates, BLOCKS * states)
         _clear(vectors, 2 * BLOCKS)
         after = t[GRAD_FINAL, 0] + row * whole if t[GRAD_FINAL, 0] else 0

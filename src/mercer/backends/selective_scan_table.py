@@ -8,7 +8,7 @@ STATE, FINAL, MARKS, GRAD_FINAL, GRAD_STATE, GRAD_RATES, GRAD_SKIP, GRAD_BIAS, G
 before each chunk of tokens, [B, chunks, N, D]. GRAD_RATES: [B, N, D]; GRAD_SKIP and GRAD_BIAS: [B, D]. GRAD_BOTH: the
 gradients of B and then C from each group of channels, [groups, B, L, 2, N]."""
 RATES, SKIP, BIAS, LENGTHS = range(19, 23)
-"""RATES: A log2(e), [N, D]; SKIP: the factor of x; BIAS: of the steps before softplus; both [D] float32. LENGTHS: int64
+"""RATES: A, [D, N]; SKIP: the factor of x; BIAS: of the steps before softplus; both [D] float32. LENGTHS: int64
 [B]."""
 ROWS = 23
 HALF, BATCH, TOKEN = 1, 2, 3

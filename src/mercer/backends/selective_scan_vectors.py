@@ -59,4 +59,4 @@ def one_minus(b: Any, x: Any) -> Any:
     return b.fsub(_constant(1.0), x)
 
 
-LOG_2 = math.log(2)
+LOG_2, LOG2_E = math.log(2), math.log2(math.e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -55,7 +56,8 @@ def selective_scan(
             looked at, neither decays nor adds, and has outputs of 0. Default: all.
         form: ``recurrent``, token by token as above; ``chunked``, by doubled strides within chunks of 32 tokens, which
             are made again for the gradient, so that memory beyond the inputs is bounded; ``fused``, Numba's kernels on
-            the CPU, likewise bounded; ``auto``, the quickest that can be had.
+            the CPU, likewise bounded; ``auto``, the quickest that can be had: ``fused``, or else chunks, on the CPU
+            token by token within each, since that passes over memory less often.
 
     Returns:
         y ``[B, L, D]`` in the dtype of x, and h after the last real token of each row, ``[B, N, D]`` in float32 or
@@ -88,8 +90,11 @@ def selective_scan(
     u = x.to(wide)
     before = u.new_zeros(x.shape[0], rates.shape[1], x.shape[2]) if state is None else state.to(wide)
     across, write, read = rates.to(wide).t(), write.to(wide), read.to(wide)
-    several = form == "chunked" or (form == "auto" and x.shape[1] > 1)
-    y, after = (_chunked if several else _recurrent)(u, s, across, write, read, before)
+    if form == "recurrent" or x.shape[1] == 1:
+        y, after = _recurrent(across, before, u, s, write, read)
+    else:
+        within = _recurrent if form == "auto" and x.is_cpu else _doubled
+        y, after = _chunked(within, across, before, u, s, write, read)
     if skip is not None:
         y = y + skip.to(wide) * u
     if gate is not None:
@@ -101,9 +106,9 @@ def selective_scan(
 
 
 def _recurrent(
-    x: Tensor, step: Tensor, across: Tensor, write: Tensor, read: Tensor, state: Tensor
+    across: Tensor, state: Tensor, x: Tensor, step: Tensor, write: Tensor, read: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The definition; a step of 0 leaves the state as it is."""
+    """The definition; a step of 0 leaves the state as it is. across: the rates, [N, D]."""
     outputs = [torch.zeros_like(x[:, :0])]
     for t in range(x.shape[1]):
         added = (step[:, t] * x[:, t])[:, None] * write[:, t, :, None]
@@ -112,22 +117,7 @@ def _recurrent(
     return torch.cat(outputs, 1), state
 
 
-def _chunked(
-    x: Tensor, step: Tensor, across: Tensor, write: Tensor, read: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Chunk after chunk; for a gradient each is computed again, so that its states do not stay."""
-    outputs = [torch.zeros_like(x[:, :0])]
-    for t in range(0, x.shape[1], CHUNK):
-        parts = [v[:, t : t + CHUNK] for v in (x, step, write, read)]
-        if torch.is_grad_enabled():
-            y, state = checkpoint(_chunk, across, state, *parts, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportGeneralTypeIssues]
-        else:
-            y, state = _chunk(across, state, *parts)
-        outputs.append(y)
-    return torch.cat(outputs, 1), state
-
-
-def _chunk(
+def _doubled(
     across: Tensor, state: Tensor, x: Tensor, step: Tensor, write: Tensor, read: Tensor
 ) -> tuple[Tensor, Tensor]:
     """After round r every token has summed the 2^r tokens up to it; decays are products of numbers of 1 or less."""
@@ -140,6 +130,23 @@ def _chunk(
         keep = torch.cat((keep[:, :stride], keep[:, stride:] * keep[:, :-stride]), 1)
         stride *= 2
     return (read[:, :, None] @ held).squeeze(2), held[:, -1]
+
+
+def _chunked(
+    within: Callable[..., tuple[Tensor, Tensor]], across: Tensor, state: Tensor, *along: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Chunk after chunk; for a gradient each is computed again, so that its states do not stay. along: what has a row
+    for each token.
+    """
+    outputs = [torch.zeros_like(along[0][:, :0])]
+    for t in range(0, along[0].shape[1], CHUNK):
+        parts = [v[:, t : t + CHUNK] for v in along]
+        if torch.is_grad_enabled():
+            y, state = checkpoint(within, across, state, *parts, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportGeneralTypeIssues]
+        else:
+            y, state = within(across, state, *parts)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
 
 
 def _check(
