@@ -233,3 +233,25 @@ def test_refusals():
     ):
         with pytest.raises(InvalidArgument, match=message):
             make()
+
+
+@pytest.mark.parametrize("name", ["s4d", "s4"])
+def test_steps_discretise_once_while_the_parameters_stay(name, monkeypatch):
+    mixer, made = MIXERS[name](), []
+    system = type(mixer).system
+    monkeypatch.setattr(type(mixer), "system", lambda self, dtype: made.append(dtype) or system(self, dtype))
+    x = torch.ones(1, 1, DIM)
+    with torch.no_grad():
+        _, state = mixer(x, return_state=True)
+        before = mixer(x, state=state)
+        assert len(made) == 1
+        mixer.log_step.data.add_(1)  # which torch does not count as a change
+        after = mixer(x, state=state)
+        assert len(made) == 2
+        mixer(x.expand(1, 40, DIM))  # its tables are larger than the parameters
+        assert len(made) == 3
+        assert torch.equal(mixer(x, state=state), after)
+        assert len(made) == 3
+    assert not torch.equal(after, before)
+    mixer(x, state=state)
+    assert len(made) == 4  # a gradient is wanted

@@ -14,8 +14,8 @@ from mercer.errors import InvalidArgument, Unsupported
 FORMS = ("auto", "recurrent", "chunked", "fused")
 CHUNK = 64
 """Tokens of a chunk: six passes inside of it, one product for each chunk between them."""
-SLAB = 1 << 22
-"""Numbers of the inputs that the chunked form works on at a time, so that what it holds beside them does not grow."""
+SLAB = 1 << 17
+"""Numbers of an input that the chunked form works on at a time: with what is made of them they fit a second cache."""
 
 
 def linear_recurrence(
@@ -80,9 +80,9 @@ def linear_recurrence(
 
 def _recurrent(log_decay: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Token by token; any derivative."""
-    decay, rows = log_decay.exp(), []
-    for t in range(x.shape[1]):
-        state = torch.addcmul(x[:, t], decay[:, t], state)
+    rows: list[Tensor] = []
+    for decay, own in zip(log_decay.exp().unbind(1), x.unbind(1), strict=True):
+        state = torch.addcmul(own, decay, state)
         rows.append(state)
     return torch.stack(rows, 1), state
 

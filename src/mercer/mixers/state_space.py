@@ -96,20 +96,23 @@ class StateSpace(Mixer):
         with torch.autocast(x.device.type, enabled=False):
             u = x.to(wide)
             state = None if past is None else past["state"].to(wide).flatten(2)
-            y, after = run(self._system(wide), u, state=state, lengths=lengths, form=self.form)
+            y, after = run(self._system(wide, x.shape[1]), u, state=state, lengths=lengths, form=self.form)
             y = nn.functional.gelu(y + self.skip.to(wide) * u).to(x.dtype)
         out = self.output(y)
         return nn.functional.glu(out, -1) if self.glu else out, {"state": after.unflatten(2, self.shape)}
 
-    def _system(self, dtype: torch.dtype) -> System:
-        """The same; where no gradient is wanted it is kept for the next call, while the parameters have its values."""
-        if torch.is_grad_enabled():
+    def _system(self, dtype: torch.dtype, length: int) -> System:
+        """The same. For steps without a gradient it is kept for the next call, while the parameters have its values;
+        the tables of longer calls are not, since they are larger than the parameters.
+        """
+        if torch.is_grad_enabled() or length > FEW:
             return self.system(dtype)
         now = [p for name, p in self.named_parameters(recurse=False) if name != "skip"]
         if self._made is not None:
             kind, values, system = self._made
             if kind == dtype and all(
-                p.device == v.device and torch.equal(p, v) for p, v in zip(now, values, strict=True)
+                p.device == v.device and p.dtype == v.dtype and torch.equal(p, v)
+                for p, v in zip(now, values, strict=True)
             ):
                 return system
         system = self.system(dtype)
@@ -143,8 +146,8 @@ def run(
 
 def _recurrent(system: System, u: Tensor, state: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     rows: list[Tensor] = []
-    for t in range(u.shape[1]):
-        y, moved = system.step(state, u[:, t])
+    for t, token in enumerate(u.unbind(1)):
+        y, moved = system.step(state, token)
         state = moved if lengths is None else torch.where((t < lengths)[:, None, None], moved, state)
         rows.append(y)
     return torch.stack(rows, 1), state
