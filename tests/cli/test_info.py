@@ -18,6 +18,8 @@ from mercer.mixers.names import mixer_names
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.models.io import save_model
+from mercer.models.shared_hybrid import SharedHybridLM
+from mercer.models.shared_hybrid_config import SharedHybridConfig
 
 pytestmark = pytest.mark.peers
 
@@ -145,3 +147,14 @@ def test_the_state_of_a_mixer_has_one_size(name, tmp_path):
         _, states = model(torch.zeros(1, 7, dtype=torch.int64), return_states=True)
     assert set(facts["layers"][0]["state_bytes"].values()) == {states[0].nbytes}
     assert facts["tokenizer"] == {"tokens": 256, "special": 0}
+
+
+def test_layers_that_share_a_block_have_both_states(tmp_path):
+    shapes = {"dim": 32, "heads": 4, "layers": 3, "shared_at": (0, 2), "mixers": {"mamba2": {"head_dim": 8}}}
+    save_model(SharedHybridLM(SharedHybridConfig(vocab_size=256, **shapes)), tmp_path)
+    layers = info(tmp_path)["layers"]
+    assert [layer["attention"] for layer in layers] == ["mamba2 + softmax", "mamba2", "mamba2 + softmax"]
+    plain, joined = layers[1]["state_bytes"], layers[0]["state_bytes"]
+    assert len(set(plain.values())) == 1
+    keys_and_values = {n: joined[n] - plain[n] for n in joined}
+    assert keys_and_values["1024"] == 1024 * 2 * 64 * 4  # keys and values of 2 dim channels, in float32

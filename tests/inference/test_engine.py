@@ -310,6 +310,9 @@ def test_what_is_refused() -> None:
         prepare(model, "int3")
     with pytest.raises(Unsupported, match="float64"):
         prepare(build().double())
+    mixed = ModelConfig(vocab_size=8, dim=8, heads=2, layers=2, attention=["gla", "softmax"], position="none")
+    with pytest.raises(Unsupported, match="weights of a MixerBlock cannot be packed yet"):
+        prepare(DecoderLM(mixed))
     engine = prepare(model)
     with pytest.raises(InvalidArgument, match="tokens must be integers"):
         engine(torch.zeros(1, 1))

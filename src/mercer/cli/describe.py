@@ -113,26 +113,36 @@ def _encoder_structure(config: Any, layer: int) -> str:
 
 
 def _decoder(model: Any) -> list[dict[str, Any]]:
-    """Layers of a language model: attentions, and mixers, whose states have one size."""
+    """Layers of a language model: attentions, mixers, whose states have one size, and layers that have both."""
     import torch
 
     from mercer.mixers.block import MixerBlock
+    from mercer.models.shared_hybrid import HybridBlock
 
     found: list[dict[str, Any]] = []
     carried: dict[Any, Any] = {}
     window = model.config.window
     names = zip(model.config.attentions, model.config.structures, model.blocks, strict=True)
-    for name, named, block in names:
+    for layer, (name, named, block) in enumerate(names):
         within = None if window is None else f"window({window})"
         structure = named if within is None else within if named == "causal" else f"{named} & {within}"
-        if isinstance(block, MixerBlock):
+        if isinstance(block, MixerBlock | HybridBlock):
             token = torch.zeros(1, 1, model.config.dim, dtype=model.embedding.weight.dtype)
+            mixer = block if isinstance(block, MixerBlock) else block.mixer
             with torch.no_grad():
-                _, state = block(token, carried=carried, return_state=True)
-            found.append(
-                {"attention": name, "structure": "causal", "state": "mixer"}
-                | {"state_bytes": dict.fromkeys(map(str, CONTEXTS), state.nbytes)}
-            )
+                _, state = mixer(token, carried=carried, return_state=True)
+            sizes = dict.fromkeys(map(str, CONTEXTS), state.nbytes)
+            own = getattr(model.config, "mixer", name)
+            if isinstance(block, MixerBlock):
+                found.append({"attention": own, "structure": "causal", "state": "mixer", "state_bytes": sizes})
+                continue
+            number = model.config.block_of(layer)
+            shared = model.shared[number].attention
+            names_of = model.config.pattern
+            said = _with_state(f"{own} + {names_of[number % len(names_of)]}", structure, shared, model.relative)
+            kept = said["state_bytes"]
+            both = None if kept is None else {n: kept[n] + sizes[n] for n in sizes}
+            found.append(said | {"state_bytes": both})
         else:
             found.append(_with_state(name, structure, block.attention, model.relative))
     return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mercer.backends.packed import FEW, Packed, pack
 from mercer.errors import Unsupported
 from mercer.nn.activations import ACTIVATIONS, GATED
+from mercer.nn.block import Block
 from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
 from mercer.nn.projection import FusedLinear
@@ -132,6 +133,9 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype, keep: bool) ->
     where the embedding is tied to it. The model itself stays as it is if `keep`; otherwise each matrix is let go when
     it is packed, so that never more than one is there twice.
     """
+    other = next((block for block in model.blocks if not isinstance(block, Block)), None)
+    if other is not None:
+        raise Unsupported(f"weights of a {type(other).__name__} cannot be packed yet: use the model as it is")
     held = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     for module in model.modules():  # matrices are not copied, only replaced
         if isinstance(module, nn.Linear | FeedForward | Experts):

@@ -39,7 +39,9 @@ def unfit(model: DecoderLM) -> str | None:
     if model.relative is not None:
         return 'position "t5" adds a learned bias to every pair'
     for i, block in enumerate(model.blocks):
-        if type(block) is not Block or type(block.attention) is not Attention:
+        if type(block) is not Block:
+            return f"layer {i} is a {type(block).__name__}"
+        if type(block.attention) is not Attention:
             return f"layer {i} is a {type(block).__name__} of a {type(block.attention).__name__}"
         reason = _unfit_attention(block.attention)
         if reason is None and not isinstance(block.feedforward, FeedForward):
