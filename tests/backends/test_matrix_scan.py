@@ -134,11 +134,11 @@ def test_digits_do_not_depend_on_threads():
 
 def test_what_auto_takes():
     seen = []
-    real = matrix_scan._Scan.apply
+    real = matrix_scan._forward
 
-    def spy(*given):
+    def spy(*given, **options):
         seen.append(threading.get_ident())
-        return real(*given)
+        return real(*given, **options)
 
     def took(**sizes):
         case = draw(seeded(), **sizes)
@@ -148,7 +148,7 @@ def test_what_auto_takes():
             assert bool(seen) == (expected and sizes["dim"] > 4), (sizes, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrix_scan._Scan, "apply", spy)
+        patch.setattr(matrix_scan, "_forward", spy)
         took(length=1, dim=64, width=64)
         took(length=64, dim=64, width=64)
         took(length=1, dim=4, width=4)

@@ -21,6 +21,9 @@ from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.first_order import first_order
 from mercer.errors import Unsupported
 
+ALONE = 1 << 19
+"""Entries times tokens up to which one thread is quicker than waking others."""
+
 
 def serves(
     query: Tensor,
@@ -85,36 +88,49 @@ def matrix_scan(
     if state is not None:
         state = state.contiguous()
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*rows, bonus, state))
-    out, final = _Scan.apply(*rows, bonus, state, lengths, float(scale), trained)  # pyright: ignore[reportGeneralTypeIssues]
+    if trained:
+        out, final = _Scan.apply(*rows, bonus, state, lengths, float(scale))  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        out, final, *_ = _forward(*rows, bonus, state, lengths, float(scale), keep=False)  # pyright: ignore[reportArgumentType]
     return out.to(value.dtype), final
 
 
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, a: Tensor | None, b: Tensor | None,
+    bonus: Tensor | None, state: Tensor | None, lengths: Tensor | None, scale: float, *, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Outputs, the final state and, to keep for the backward pass, what was removed and some states."""
+    from mercer.backends import matrix_scan_kernels as kernels
+
+    batch, heads, length, dim = key.shape
+    width = value.shape[-1]
+    out = _empty(value, lengths, value.dtype)
+    final = torch.empty(batch, heads, dim, width)
+    removed = kept = None
+    if keep:
+        if a is not None:
+            removed = torch.empty(batch, heads, length, width)
+        kept = torch.empty(batch, heads, -(-length // at.OUTER), -(-dim // 4) * 4 * _padded(width))
+    inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BONUS: bonus}
+    table = inputs | {at.STATE: state, at.OUT: out, at.FINAL: final, at.REMOVED: removed, at.KEPT: kept}
+    items = batch * heads * _slices(width)
+    _run(kernels.compiled_forward(), kernels.room(dim), table, lengths, scale, items)
+    return out, final, removed, kept
+
+
 class _Scan(torch.autograd.Function):
-    """Saves the inputs as they came; where a gradient is wanted also states and what was removed."""
+    """Saves the inputs as they came, states and what was removed."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, a: Tensor | None, b: Tensor | None,
-        bonus: Tensor | None, state: Tensor | None, lengths: Tensor | None, scale: float, trained: bool,
+        bonus: Tensor | None, state: Tensor | None, lengths: Tensor | None, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        from mercer.backends import matrix_scan_kernels as kernels
-
-        batch, heads, length, dim = key.shape
-        width = value.shape[-1]
-        out = _empty(value, lengths, value.dtype)
-        final = torch.empty(batch, heads, dim, width)
-        removed = kept = None
-        if trained:
-            if a is not None:
-                removed = torch.empty(batch, heads, length, width)
-            kept = torch.empty(batch, heads, -(-length // at.OUTER), -(-dim // 4) * 4 * _padded(width))
-        inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BONUS: bonus}
-        table = inputs | {at.STATE: state, at.OUT: out, at.FINAL: final, at.REMOVED: removed, at.KEPT: kept}
-        items = batch * heads * _slices(width)
-        _run(kernels.compiled_forward(), kernels.room(dim), table, lengths, scale, items)
+        inputs = (query, key, value, log, a, b, bonus, state, lengths)
+        out, final, removed, kept = _forward(*inputs, scale, keep=True)
         ctx.scale = scale
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, log, a, b, bonus, state, lengths, removed, kept)
+        ctx.save_for_backward(*inputs, removed, kept)
         return out, final
 
     @staticmethod
@@ -147,10 +163,10 @@ class _Scan(torch.autograd.Function):
         inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BONUS: bonus}
         table = inputs | {at.REMOVED: removed, at.KEPT: kept, at.UPSTREAM: _rows(grad_out), at.GRAD_VALUE: grad_value}
         table |= {at.GRAD_FINAL: None if grad_final is None else grad_final.contiguous(), at.GRAD_STATE: grad_state}
-        by_part = shared | {at.GRAD_BONUS: grad_bonus}
+        table |= shared | {at.GRAD_BONUS: grad_bonus}
         kernel = matrix_scan_kernels.compiled_backward()
         items = batch * heads * parts
-        _run(kernel, matrix_scan_backward.room(key.shape[-1]), table, lengths, ctx.scale, items, parts, by_part)
+        _run(kernel, matrix_scan_backward.room(key.shape[-1]), table, lengths, ctx.scale, items, parts)
 
         def joined(x: Tensor | None, like: Tensor | None) -> Tensor | None:
             if x is None or like is None:
@@ -165,36 +181,48 @@ class _Scan(torch.autograd.Function):
         )]  # fmt: skip
         total = joined(grad_bonus, bonus)
         grads.insert(2, grad_value)
-        return *grads, None if total is None else total.sum(0), grad_state, None, None, None
+        return *grads, None if total is None else total.sum(0), grad_state, None, None
 
 
 def _run(
     kernel: Any, room: int, table: dict[int, Tensor | None], lengths: Tensor | None, scale: float, items: int,
-    parts: int = 1, by_part: dict[int, Tensor | None] | None = None,
+    parts: int = 1,
 ) -> None:  # fmt: skip
     """Run a kernel over its items, an equal run of them a thread, each with scratch of its own."""
     value, key, log = table[at.VALUE], table[at.KEY], table[at.LOG]
     assert value is not None
     assert key is not None
     batch, heads, length, dim = key.shape
-    tensors = np.zeros((at.TENSORS, 6), np.int64)
-    for row, x in table.items():
-        if x is not None:
-            strides = [0] * (row == at.BONUS) + [n * x.element_size() for n in x.stride()]
-            tensors[row] = x.data_ptr(), x.dtype == torch.bfloat16, *(*strides, 0)[:3], 0
-    for row, x in (by_part or {}).items():
-        if x is not None:
-            strides = [n * x.element_size() for n in x.stride()]
-            tensors[row] = x.data_ptr(), x.dtype == torch.bfloat16, *(*strides[1:], 0)[:3], strides[0]
+    numbers: list[int] = []
+    for row in range(at.TENSORS):
+        x = table.get(row)
+        if x is None:
+            numbers += _ABSENT
+            continue
+        half = x.dtype == torch.bfloat16
+        # A bonus is the same for every row of the batch, and gradients that parts share have one more dimension.
+        strides = [(2 if half else 4) * n for n in (0, *x.stride())]
+        first = 0 if row == at.BONUS else 2 if row in at.BY_PART else 1
+        numbers += (x.data_ptr(), half, *(*strides[first:], 0, 0)[:3], strides[1] if row in at.BY_PART else 0)
+    tensors = np.array(numbers, np.int64).reshape(at.TENSORS, 6)
     channels = log is not None and log.shape[-1] == dim and dim > 1
     sizes = np.array((heads, length, dim, value.shape[-1], channels, parts), np.int64)
     counts = np.full(batch, length, np.int64) if lengths is None else lengths.to(torch.int64).contiguous().numpy()
-    work = torch.empty(threads_for(items), room // 4)
+    threads = 1 if batch * heads * length * dim * value.shape[-1] <= ALONE else threads_for(items)
+    pitch = room // 4
+    work = torch.empty(threads * pitch)
+    address = work.data_ptr()
 
     def part(thread: int, start: int, stop: int) -> None:
-        kernel(tensors, sizes, counts, scale, work[thread].data_ptr(), start, stop)
+        kernel(tensors, sizes, counts, scale, address + 4 * thread * pitch, start, stop)
 
-    share(items, part)
+    if threads == 1:
+        part(0, 0, items)
+    else:
+        share(items, part)
+
+
+_ABSENT = (0, 0, 0, 0, 0, 0)
 
 
 def _slices(width: int) -> int:

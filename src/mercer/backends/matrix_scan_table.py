@@ -6,6 +6,7 @@ value's columns whose gradients of queries and keys are kept apart from those of
 QUERY, KEY, VALUE, LOG, A, B, BONUS, STATE, OUT, FINAL, REMOVED, KEPT = range(12)
 UPSTREAM, GRAD_FINAL, GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_LOG, GRAD_A, GRAD_B, GRAD_BONUS, GRAD_STATE = range(12, 22)
 """Its rows; REMOVED is what each token removes, b^T S, and KEPT the states before every `OUTER` tokens."""
+BY_PART = (GRAD_QUERY, GRAD_KEY, GRAD_LOG, GRAD_A, GRAD_B, GRAD_BONUS)
 TENSORS = 22
 HEADS, LENGTH, DIM, VALUE_DIM, CHANNELS, PARTS = range(6)
 """Sizes: heads, tokens, K, V, whether every channel has a log-decay of its own, parts that gradients are made in."""

@@ -202,7 +202,7 @@ def _read(
         if not x.is_floating_point():
             raise InvalidArgument(f"matrix_recurrence: {name} must be floating point, not {x.dtype}.")
     compiling = torch.compiler.is_compiling()  # values are not looked at there
-    if log_decay is not None and not compiling and bool((log_decay > 0).any()):
+    if log_decay is not None and not compiling and log_decay.numel() and float(log_decay.detach().max()) > 0:
         raise InvalidArgument("matrix_recurrence: every log_decay must be 0 or less: a state may fade, never grow.")
     if lengths is not None:
         if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
