@@ -78,7 +78,7 @@ def score(
     *,
     context: int | None = None,
     stride: int | None = None,
-    piece: int = 4 * PIECE,
+    piece: int = 2 * PIECE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
     """Score a text of any length.
