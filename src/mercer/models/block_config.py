@@ -172,7 +172,7 @@ class BlockConfig(BaseModel):
             )
         self._check_mixers()
         kinds = [name for name in self.attentions if not is_mixer(name)]
-        normalizers = [block_attention(name, self.sees())[1] for name in kinds]
+        normalizers = [self._attention(name)[1] for name in kinds]
         if self.gain != "none" and not any(isinstance(n, L2 | RMS | Standardize) for n in normalizers):
             raise ValueError(
                 f'gain "{self.gain}" needs a layer whose normaliser is L2, RMS or layernorm, such as "exp-l2"'
@@ -184,6 +184,9 @@ class BlockConfig(BaseModel):
         if self.parallel != "none" and self.norm_position != "pre":
             raise ValueError(f'parallel "{self.parallel}" goes with norm_position "pre", not "{self.norm_position}"')
         return self
+
+    def _attention(self, name: str) -> "tuple[Kernel, Normalizer]":
+        return block_attention(name, self.sees())
 
     def _check_mixers(self) -> None:
         """Refuse mixers where none can stand."""

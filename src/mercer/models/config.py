@@ -1,5 +1,6 @@
 """What a decoder language model is, as data: validated, frozen, written beside the weights as JSON."""
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -35,6 +36,26 @@ def causal_attention(name: str) -> "tuple[Kernel, Normalizer]":
     from mercer.core.structures import Causal
 
     return block_attention(name, Causal())
+
+
+def layer_attention(name: str) -> "tuple[Kernel, Normalizer]":
+    """As `causal_attention`, of a name that could have been a mixer's.
+
+    Raises:
+        InvalidArgument: as there; if no attention is spelt like it, the message also has the names of mixers.
+    """
+    from mercer.mixers.names import mixer_names
+
+    try:
+        return causal_attention(name)
+    except InvalidArgument as error:
+        close = get_close_matches(name, mixer_names(), 1, 0.7)
+        if "did you mean" in str(error) or ("-" in name and not close):
+            raise
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise InvalidArgument(
+            f"{name!r} is neither a mixer{meant}, which are {', '.join(mixer_names())}, nor an attention. {error}"
+        ) from error
 
 
 class ModelConfig(BlockConfig):
@@ -94,6 +115,9 @@ class ModelConfig(BlockConfig):
         from mercer.core.structures import Causal
 
         return Causal()
+
+    def _attention(self, name: str) -> "tuple[Kernel, Normalizer]":
+        return layer_attention(name)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from mercer.core.names import attention_name, parse_attention
 from mercer.errors import InvalidArgument
-from mercer.mixers.names import is_mixer, mixer_names
-from mercer.models.config import causal_attention
+from mercer.mixers.names import is_mixer
+from mercer.models.config import layer_attention
 from mercer.models.layer_names import expand, shorten
 from mercer.runtime.words import count
 
@@ -40,11 +40,4 @@ def finite_attention(name: str) -> bool:
 
 
 def _canonical(name: str) -> str:
-    if is_mixer(name):
-        return name
-    try:
-        return attention_name(*causal_attention(name))
-    except InvalidArgument as error:
-        if "-" in name or "@" in name:
-            raise
-        raise InvalidArgument(f"{error} Mixers are {', '.join(mixer_names())}.") from error
+    return name if is_mixer(name) else attention_name(*layer_attention(name))
