@@ -37,9 +37,10 @@ FAMILIES = {"test_vision": "vit, ", "test_decision": "decision_transformer, "}
 HEAD = """# Parity with transformers
 
 The largest difference between a model of transformers {version} and the same model here, as a share of the largest
-number compared, in float32. The models are tiny, with every parameter drawn again (matrices N(0, 0.3²), half of that in
-T5 and Switch, whose scores are not divided by sqrt(d); norms and biases moved by N(0, 0.1²)), and were saved before
-they computed anything. The tests of `tests/checkpoints` ask for 1e-5 in every column; this page is what they measured,
+number compared, in float32. The models are tiny, with every parameter drawn again (matrices N(0, 0.3²), and less in
+T5 and Switch, whose scores are not divided by sqrt(d), and in Jamba and Zamba, where layers without a residual between
+them multiply what is rounded; norms and biases moved by N(0, 0.1²)), and were saved before they computed anything. The
+tests of `tests/checkpoints` ask for 1e-5 in every column; this page is what they measured,
 written by `scripts/parity_docs.py`.
 
 - *answer*: logits, or hidden states of a bare body, at all positions. *hidden states*: of all layers but the last.
