@@ -72,9 +72,32 @@ def test_it_starts_as_in_the_paper():
     assert Mamba(65).rank == math.ceil(65 / 16)
 
 
-def test_an_unknown_norm_is_refused():
+def test_heads_are_mambas_of_their_own_channels():
+    """Those of a share of the channels, each with its own choice, side by side."""
+    whole = Mamba(6, inner=12, heads=3, state=4, rank=2).double()
+    u = torch.randn(1, 11, 6, dtype=torch.float64)
+    mixed = torch.zeros_like(u)
+    for head in range(3):
+        rows = slice(4 * head, 4 * head + 4)
+        alone = Mamba(6, inner=4, state=4, rank=2).double()
+        with torch.no_grad():
+            both = whole.input.weight.unflatten(0, (2, 12))[:, rows].flatten(0, 1)
+            alone.input.weight.copy_(both)
+            alone.select.weight.copy_(whole.select.weight[head])
+            alone.step.weight.copy_(whole.step.weight[rows])
+            alone.step.bias.copy_(whole.step.bias[rows])
+            alone.convolution.weight.copy_(whole.convolution.weight[rows])
+            alone.convolution.bias.copy_(whole.convolution.bias[rows])
+            alone.output.weight.copy_(whole.output.weight[:, rows])
+        mixed = mixed + expected(alone, u[0])
+    torch.testing.assert_close(whole(u), mixed, rtol=1e-9, atol=1e-12)
+
+
+def test_an_unknown_norm_and_heads_that_do_not_fit_are_refused():
     with pytest.raises(InvalidArgument, match="inner_norms"):
         Mamba(8, inner_norms="layer")
+    with pytest.raises(InvalidArgument, match="3 heads do not divide the 16 channels"):
+        Mamba(8, heads=3)
 
 
 @pytest.mark.peers
