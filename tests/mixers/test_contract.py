@@ -195,6 +195,20 @@ def test_sums_stay_float32_under_bfloat16(case):
 
 
 @each
+def test_sums_stay_float32_inside_autocast(case):
+    mixer, x = build(case, dtype=torch.float32), inputs(1, 40, dtype=torch.float32)
+    exact, last = mixer(x, return_state=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, state = mixer(x, return_state=True)
+        again, _ = _pieces(mixer, x, (33, 1, 6))
+    assert {name: part.dtype for name, part in _parts(state).items()} == {n: p.dtype for n, p in _parts(last).items()}
+    for found in (out, again):
+        assert float((found - exact).detach().norm() / exact.detach().norm()) < 0.1
+    out.float().square().mean().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in mixer.parameters())
+
+
+@each
 def test_gradients_through_states(case):
     mixer, x = build(case), inputs(1, 8).requires_grad_()
     whole = mixer(x)

@@ -77,4 +77,5 @@ def _step(
         absent = (lengths == 0).view(-1, 1, 1, 1)
         written, rate = written.masked_fill(absent, 0), rate.masked_fill(absent, 0)
     sums = written if past is None else torch.addcmul(written, past, rate.exp().to(past.dtype))
-    return scale * (query @ sums), sums
+    with torch.autocast(query.device.type, enabled=False):
+        return scale * (query @ sums), sums

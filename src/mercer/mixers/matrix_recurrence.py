@@ -75,10 +75,11 @@ def matrix_recurrence(
         form = call.quickest()
     if form == "numba":
         return matrix_scan(**vars(call))
-    if form == "recurrent":
-        return recurrent(call)
-    out, final = chunked(*call.wide(), call.begin(), lengths)
-    return out.to(value.dtype), final
+    with torch.autocast(value.device.type, enabled=False):  # sums are float32 or float64, whatever surrounds the call
+        if form == "recurrent":
+            return recurrent(call)
+        out, final = chunked(*call.wide(), call.begin(), lengths)
+        return out.to(value.dtype), final
 
 
 @dataclass(frozen=True)
