@@ -47,6 +47,12 @@ def weighted_average(
     return out, (after[0], after[1], after[2])
 
 
+LEAST_RUN, MOST = 64, 512
+"""Channels that are walked together."""
+SCRATCH = 1 << 22
+"""Floats of scratch of a thread beyond which it walks fewer channels at a time."""
+
+
 class _Average(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -107,6 +113,15 @@ class _Average(torch.autograd.Function):
         )  # fmt: skip
 
 
+def _channels(batch: int, channels: int, threads: int, room: int) -> int:
+    """How many channels of a row are walked together: as many as lie side by side, so that memory is read in long
+    pieces, while every thread has some and the scratch of each, `room` floats a channel, stays small.
+    """
+    pieces = -(-threads // max(batch, 1))
+    most = min(MOST, -(-channels // pieces), max(SCRATCH // room, LEAST_RUN))
+    return max(-(-most // LEAST_RUN), 1) * LEAST_RUN
+
+
 def _run(inputs: list[Any], dtype: torch.dtype, outputs: list[Tensor | None], gradients: list[Tensor | None]) -> None:
     """One pass over all rows: backwards if there are gradients."""
     from mercer.backends import wkv_kernels as kernels
@@ -116,12 +131,14 @@ def _run(inputs: list[Any], dtype: torch.dtype, outputs: list[Tensor | None], gr
     halves = [x == torch.bfloat16 for x in (key.dtype, value.dtype, dtype)]
     tensors = (decay, bonus, key, value, lengths, num, den, peak, *outputs, *gradients)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    numbers = [batch, length, channels, *halves, *addresses]
+    threads = 1 if key.numel() <= ALONE else threads_for(batch * channels)
+    room = kernels.room(length, bool(gradients))
+    run = _channels(batch, channels, threads, room)
+    numbers = [run, length, channels, *halves, *addresses]
     table = np.array(numbers + [0] * (kernels.TABLE - len(numbers)), np.int64)
     counts = np.zeros(0, np.int64) if lengths is None else lengths.numpy()
-    items = batch * -(-channels // kernels.RUN)
-    threads = 1 if key.numel() <= ALONE else threads_for(items)
-    pitch = kernels.room(length, bool(gradients))
+    items, pitch = batch * -(-channels // run), room * run
+    threads = min(threads, items)
     work = torch.empty(threads * pitch + 2 * kernels.LANES)
     start = -(-work.data_ptr() // kernels.ROW) * kernels.ROW
     kernel = kernels.compiled(bool(gradients))

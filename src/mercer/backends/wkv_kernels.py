@@ -35,19 +35,18 @@ from mercer.backends.microkernels import (
 
 F = np.float32
 (
-    BATCH, LENGTH, CHANNELS, HALF_KEY, HALF_VALUE, HALF_OUT, DECAY, BONUS, KEY, VALUE, LENGTHS, NUM, DEN, PEAK, OUT,
+    RUN, LENGTH, CHANNELS, HALF_KEY, HALF_VALUE, HALF_OUT, DECAY, BONUS, KEY, VALUE, LENGTHS, NUM, DEN, PEAK, OUT,
     NEW_NUM, NEW_DEN, NEW_PEAK,
 ) = range(18)  # fmt: skip
 """The table of the forward pass: sizes, whether tensors are bfloat16, and addresses (0: not there). Tensors are
-contiguous, [B, L, C], [B, C], [C] or, the lengths, int64 [B]."""
+contiguous, [B, L, C], [B, C], [C] or, the lengths, int64 [B]. RUN: channels that a thread walks together, a multiple
+of 16."""
 (GRAD_OUT, GRAD_NUM, GRAD_DEN, GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_BONUS, GRAD_OLD_NUM, GRAD_OLD_DEN, BORN) = range(
     18, 28
 )
 """What the table of the backward pass has besides, all float32. GRAD_NUM and GRAD_DEN: of the new state. GRAD_DECAY and
 GRAD_BONUS: [B, C], to be summed over the batch. BORN: [B, C], which token's key is the new peak, -1 for none."""
 TABLE = 28
-RUN = 64
-"""Channels that are walked together."""
 NOTHING = F(-1e30)
 """The peak of a state that has absorbed nothing, while tokens are walked."""
 KEPT = 3
@@ -130,7 +129,7 @@ def _length(n: Any, lengths: Any, row: int) -> int:
 @njit
 def forward(n: Any, lengths: Any, work: int, row: int, first: int, count: int) -> None:
     """The tokens of some channels of a batch row."""
-    run = RUN * 4
+    run = n[RUN] * 4
     num, den, peak, decay, bonus = work, work + run, work + 2 * run, work + 3 * run, work + 4 * run
     low = work + 5 * run
     place = row * n[CHANNELS] + first
@@ -185,7 +184,7 @@ def backward(n: Any, lengths: Any, work: int, row: int, first: int, count: int) 
     go backwards relative to exp(s), s the largest of the -q behind; then every exponent is 0 or less again. What A
     gains by w goes forwards with it: dA_t/dw = e^w (A_{t-1} + dA_{t-1}/dw).
     """
-    run = RUN * 4
+    run = n[RUN] * 4
     num, den, peak, decay, bonus = work, work + run, work + 2 * run, work + 3 * run, work + 4 * run
     num_w, den_w, grad_w, grad_u, born, low = (
         work + 5 * run, work + 6 * run, work + 7 * run, work + 8 * run, work + 9 * run, work + 10 * run
@@ -289,8 +288,8 @@ def backward(n: Any, lengths: Any, work: int, row: int, first: int, count: int) 
 
 
 def room(length: int, backwards: bool) -> int:
-    """Floats of scratch of a thread."""
-    return RUN * (11 + KEPT * length) if backwards else 6 * RUN
+    """Floats of scratch that a thread needs for each channel of its run."""
+    return 11 + KEPT * length if backwards else 6
 
 
 @lru_cache
@@ -311,10 +310,10 @@ def _forward(stamp: str) -> Any:
     @njit(_CALL, nogil=True, cache=True)
     def call(n: Any, lengths: Any, work: int, start: int, stop: int) -> None:
         if len(stamp):
-            runs = (n[CHANNELS] + RUN - 1) // RUN
+            runs = (n[CHANNELS] + n[RUN] - 1) // n[RUN]
             for i in range(start, stop):
-                first = i % runs * RUN
-                forward(n, lengths, work, i // runs, first, min(RUN, n[CHANNELS] - first))
+                first = i % runs * n[RUN]
+                forward(n, lengths, work, i // runs, first, min(n[RUN], n[CHANNELS] - first))
 
     return call
 
@@ -323,9 +322,9 @@ def _backward(stamp: str) -> Any:
     @njit(_CALL, nogil=True, cache=True)
     def call(n: Any, lengths: Any, work: int, start: int, stop: int) -> None:
         if len(stamp):
-            runs = (n[CHANNELS] + RUN - 1) // RUN
+            runs = (n[CHANNELS] + n[RUN] - 1) // n[RUN]
             for i in range(start, stop):
-                first = i % runs * RUN
-                backward(n, lengths, work, i // runs, first, min(RUN, n[CHANNELS] - first))
+                first = i % runs * n[RUN]
+                backward(n, lengths, work, i // runs, first, min(n[RUN], n[CHANNELS] - first))
 
     return call
