@@ -209,6 +209,30 @@ def test_sums_stay_float32_inside_autocast(case):
 
 
 @each
+@pytest.mark.parametrize("length", [1, 9])
+def test_no_sequences(case, length):
+    mixer, x = build(case), inputs(2, length)[:0].requires_grad_()
+    out, state = mixer(x, return_state=True)
+    more, state = mixer(x, state=state, padding=torch.ones(0, length, dtype=torch.bool), return_state=True)
+    assert out.shape == more.shape == x.shape
+    assert state.batch == 0
+    (out.sum() + more.sum()).backward()
+    assert x.grad is not None
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_states_of_another_precision_are_taken(case, dtype):
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    x = inputs(2, 9)
+    _, state = build(case, dtype=other)(x[:, :5].to(other), return_state=True)
+    out, after = build(case, dtype=dtype)(x[:, 5:].to(dtype), state=state, return_state=True)
+    assert out.dtype == dtype
+    assert {part.dtype for part in _parts(after).values() if part.is_floating_point()} == {dtype}
+    assert_close(out.double(), build(case)(x)[:, 5:], rtol=2e-4, atol=2e-4)
+
+
+@each
 def test_gradients_through_states(case):
     mixer, x = build(case), inputs(1, 8).requires_grad_()
     whole = mixer(x)

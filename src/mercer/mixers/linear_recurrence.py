@@ -139,7 +139,7 @@ def _chunks(decay: Tensor, x: Tensor, state: Tensor) -> Tensor:
     if pad:
         decay = torch.nn.functional.pad(decay, (0, 0, 0, pad))
         x = torch.nn.functional.pad(x, (0, 0, 0, pad))
-    shape = (batch, -1, size, channels)
+    shape = (batch, (length + pad) // size, size, channels)
     a, h = decay.reshape(shape).clone(), x.reshape(shape).clone()
     step = 1
     while step < size:  # a and h of 2 step tokens from those of step tokens

@@ -77,7 +77,7 @@ def _segments(token: int, chunk: int, length: int) -> Iterator[tuple[int, int]]:
     """Runs of whole chunks whose pairs inside blocks, `token` bytes for each, fit the workspace."""
     if not length:
         return
-    step = chunk * max(1, WORKSPACE // (token * BLOCK * chunk))
+    step = chunk * max(1, WORKSPACE // max(1, token * BLOCK * chunk))
     for start in range(0, length, step):
         yield start, min(start + step, length)
 

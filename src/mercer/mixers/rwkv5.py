@@ -86,7 +86,7 @@ class RWKV5(Mixer):
             value,
             log_decay=log_decay,
             bonus=self.bonus,
-            state=None if past is None else past["sums"],
+            state=None if past is None else past["sums"].to(wide),
             lengths=lengths,
         )
         normed = self.norm(out.transpose(1, 2).flatten(2))

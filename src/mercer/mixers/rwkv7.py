@@ -149,7 +149,7 @@ class RWKV7(Mixer):
             value,
             log_decay=split(log_decay),
             remove=(-rate * cleared, cleared),
-            state=None if past is None else past["sums"],
+            state=None if past is None else past["sums"].to(wide),
             lengths=lengths,
         )
         own = (query * key * self.bonus.to(wide).unsqueeze(1)).sum(-1, keepdim=True) * value

@@ -135,11 +135,12 @@ def run(
     if form == "recurrent":
         return _recurrent(system, u, begin, lengths)
     outs: list[Tensor] = []
-    now, begun = begin.transpose(0, 1), state is not None
+    now, begun, transform = begin.transpose(0, 1), state is not None, form == "convolution"
+    kernel = system.kernel(min(length, LONGEST)) if transform else _triangle(system.kernel(BLOCK))
     for start in range(0, length, LONGEST):
         piece = u[:, start : start + LONGEST]
         counts = None if lengths is None else (lengths - start).clamp(0, piece.shape[1])
-        out, now = _piece(system, piece, now, counts, begun=begun or start > 0, transform=form == "convolution")
+        out, now = _piece(system, kernel, piece, now, counts, begun=begun or start > 0, transform=transform)
         outs.append(out)
     return torch.cat(outs, 1), now.transpose(0, 1)
 
@@ -154,9 +155,11 @@ def _recurrent(system: System, u: Tensor, state: Tensor, lengths: Tensor | None)
 
 
 def _piece(
-    system: System, u: Tensor, state: Tensor, counts: Tensor | None, *, begun: bool, transform: bool
+    system: System, kernel: Tensor, u: Tensor, state: Tensor, counts: Tensor | None, *, begun: bool, transform: bool
 ) -> tuple[Tensor, Tensor]:
-    """y of some tokens and the state after them, from ``[H, B, N]``; begun: whether that may be other than 0."""
+    """y of some tokens and the state after them, from ``[H, B, N]``. kernel: as many numbers as there are tokens, or
+    the triangle of a block. begun: whether the state may be other than 0.
+    """
     batch, length, channels = u.shape
     blocks = -(-length // BLOCK)
     padded = nn.functional.pad(u, (0, 0, 0, blocks * BLOCK - length)).view(batch, blocks, BLOCK, channels)
@@ -167,7 +170,7 @@ def _piece(
         befores.append(system.move(befores[-1], _DOUBLINGS) + each)
     after = _after(system, u, befores, counts)
     if transform:
-        y = _convolved(_Turned.apply(u, (0, 2, 1)), system.kernel(length)).transpose(0, 1)
+        y = _convolved(_Turned.apply(u, (0, 2, 1)), kernel[:, :length]).transpose(0, 1)
         if begun:  # what is left of the state alone
             free = [state]
             for _ in range(blocks - 1):
@@ -175,7 +178,7 @@ def _piece(
             y = y + (torch.stack(free, 2) @ system.reads.unsqueeze(1)).flatten(2)[..., :length]
         return y.permute(1, 2, 0), after
     seen = torch.stack(befores[:blocks], 1).flatten(1, 2)
-    y = torch.baddbmm(rows @ _triangle(system.kernel(BLOCK)), seen, system.reads)
+    y = torch.baddbmm(rows @ kernel, seen, system.reads)
     y = _Turned.apply(y.view(channels, blocks, batch, BLOCK), (2, 1, 3, 0))
     return y.flatten(1, 2)[:, :length], after
 
@@ -220,6 +223,8 @@ class _Turned(torch.autograd.Function):
 
 def _convolved(u: Tensor, kernel: Tensor) -> Tensor:
     """sum_l K_l u_{t-l} for u ``[B, H, L]`` and K ``[H, L]``, by a transform of at least twice the length."""
+    if not u.shape[0]:  # transforms refuse to be of nothing
+        return u
     length = u.shape[-1]
     size = 1 << (2 * length - 1).bit_length()
     if 3 * size // 4 >= 2 * length - 1:
