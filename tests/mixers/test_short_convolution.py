@@ -105,11 +105,12 @@ def test_a_row_without_tokens_keeps_its_tail_to_the_bit(kernels):
     assert torch.equal(tail[1], torch.cat((past[1, 2:], torch.zeros(2, 7))))
 
 
-def test_bfloat16_is_summed_in_float32(kernels):
-    conv = ShortConvolution(33, 4).to(torch.bfloat16)
-    x = torch.randn(2, 50, 33).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_summed_in_float32(kernels, dtype):
+    conv = ShortConvolution(33, 4).to(dtype)
+    x = torch.randn(2, 50, 33).to(dtype)
     y, tail = conv(x)
-    assert y.dtype == torch.bfloat16
+    assert y.dtype == dtype
     assert tail.dtype == torch.float32
     want = torch.stack([expected(conv, row) for row in x])
     assert torch.allclose(y.double(), want, atol=1e-6, rtol=2**-8)

@@ -51,15 +51,18 @@ def selective_scan(
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, L, D] in the dtype of x, and final states [B, N, D] in float32; arguments as the operator's."""
+    dtype = x.dtype
     x, step = _rows(x), _rows(step)
     gate = None if gate is None else _rows(gate)
     a, write, read = a.float().contiguous(), _wide(write), _wide(read)
     skip, bias, state = (None if v is None else v.float().contiguous() for v in (skip, bias, state))
     lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
     inputs = (x, step, a, write, read, skip, gate, bias, state, lengths)
-    if not torch.is_grad_enabled():
-        return _forward(inputs, softplus, None)
-    return _Scan.apply(*inputs, softplus)  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled():
+        y, final = _Scan.apply(*inputs, softplus)  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        y, final = _forward(inputs, softplus, None)
+    return y.to(dtype), final
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -109,14 +112,13 @@ class _Scan(torch.autograd.Function):
         x, step, a, _, _, skip, gate, bias, state, _ = inputs
         batch, length, channels = x.shape
         states = a.shape[1]
-        if grad_out is None:
-            grad_out = x.new_zeros(1, 1, channels).expand(batch, length, channels)
+        upstream = torch.zeros(1, 1, channels).expand(x.shape) if grad_out is None else _rows(grad_out)
         grads = [None if v is None else torch.empty(v.shape, dtype=v.dtype) for v in (x, step, gate)]
         grad_state, grad_rates = torch.empty(batch, states, channels), torch.empty(batch, states, channels)
         grad_skip, grad_bias = torch.empty(batch, channels), torch.empty(batch, channels)
         both = torch.empty(-(-channels // at.GROUP), batch, length, 2, states)
         table: dict[int, Tensor | None] = dict(zip(INPUTS, inputs, strict=True))
-        table |= {at.MARKS: marks, at.GRAD_OUT: _rows(grad_out)}
+        table |= {at.MARKS: marks, at.GRAD_OUT: upstream}
         table[at.GRAD_FINAL] = None if grad_final is None else grad_final.contiguous()
         table |= {at.GRAD_X: grads[0], at.GRAD_STEP: grads[1], at.GRAD_GATE: grads[2], at.GRAD_STATE: grad_state}
         table |= {at.GRAD_RATES: grad_rates, at.GRAD_SKIP: grad_skip, at.GRAD_BIAS: grad_bias, at.GRAD_BOTH: both}

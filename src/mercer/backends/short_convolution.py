@@ -31,11 +31,13 @@ def short_convolution(
     """Outputs [B, L, C] in the dtype of x and the tail [B, width - 1, C] in float32. x: float32 or less, L at least 1;
     weight: [C, width]; past: a tail or None; lengths: [B] from 0 to L or None.
     """
+    dtype = x.dtype
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     bias, past = (None if v is None else v.float().contiguous() for v in (bias, past))
     lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
-    return _Convolution.apply(x, weight.float(), bias, past, lengths, silu)  # pyright: ignore[reportReturnType]
+    y, tail = _Convolution.apply(x, weight.float(), bias, past, lengths, silu)  # pyright: ignore[reportGeneralTypeIssues]
+    return y.to(dtype), tail
 
 
 class _Convolution(torch.autograd.Function):
