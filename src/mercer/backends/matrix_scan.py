@@ -82,16 +82,17 @@ def matrix_scan(
             "computes in float32 on the CPU, outside of torch.compile and without forward-mode derivatives"
         )  # fmt: skip
         raise Unsupported(f"The fused matrix recurrence {reason}; use form='chunked' or form='recurrent' instead.")
-    rows = [None if x is None else _rows(x) for x in (query, key, value, log_decay, a, b)]
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    log, a, b = (None if x is None else _rows(x) for x in (log_decay, a, b))
     if bonus is not None:
         bonus = bonus.float().contiguous()
     if state is not None:
         state = state.contiguous()
-    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*rows, bonus, state))
-    if trained:
-        out, final = _Scan.apply(*rows, bonus, state, lengths, float(scale))  # pyright: ignore[reportGeneralTypeIssues]
+    given = (query, key, value, log, a, b, bonus, state)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        out, final = _Scan.apply(*given, lengths, float(scale))  # pyright: ignore[reportGeneralTypeIssues]
     else:
-        out, final, *_ = _forward(*rows, bonus, state, lengths, float(scale), keep=False)  # pyright: ignore[reportArgumentType]
+        out, final, *_ = _forward(*given, lengths, float(scale), keep=False)
     return out.to(value.dtype), final
 
 

@@ -193,9 +193,9 @@ class _Scan(torch.autograd.Function):
         places = (at.GRAD_QUERY, at.GRAD_KEY, at.GRAD_VALUE, at.GRAD_STATE, at.GRAD_MASS)
         table |= dict(zip(places, grads, strict=True))
         _run(kernels.compiled_backward(), table, query, key, value, options)
-        grad_log = None
-        if out is not None:
-            grad_log = _log_gradient(out, grad_out, value, grads[2], weight)
+        grad_log, grad_value = None, grads[2]
+        if out is not None and grad_value is not None:
+            grad_log = _log_gradient(out, grad_out, value, grad_value, weight)
             if grad_final is not None and grad_log.shape[-1]:
                 grad_log[..., -1] += (final.double() * grad_final).sum((-2, -1))
         return *grads[:3], grad_log, None, *grads[3:], None

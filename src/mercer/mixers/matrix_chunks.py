@@ -61,14 +61,25 @@ def chunked(
     outs: list[Tensor] = []
     for start, stop in _segments(batch * heads * dim * key.element_size(), chunk, length):
         at = slice(start, stop)
-        parts = [None if x is None else x[:, :, at] for x in (query, key, value, log, *(remove or (None, None)))]
+        parts = (query[:, :, at], key[:, :, at], value[:, :, at])
+        log_part, a, b = (None if x is None else x[:, :, at] for x in (log, *(remove or (None, None))))
         left = None if lengths is None else lengths - start
         if stop - start < length and torch.is_grad_enabled():
             out, state = checkpoint(
-                _segment, chunk, state, *parts, bonus, left, use_reentrant=False, preserve_rng_state=False
+                _segment,
+                chunk,
+                state,
+                *parts,
+                log_part,
+                a,
+                b,
+                bonus,
+                left,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
         else:
-            out, state = _segment(chunk, state, *parts, bonus, left)
+            out, state = _segment(chunk, state, *parts, log_part, a, b, bonus, left)
         outs.append(out)
     return (torch.cat(outs, 2), state) if outs else (torch.zeros_like(value), state.clone())
 
