@@ -5,12 +5,13 @@ out here.
 """
 
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tests.checkpoints.measure import error, padded, stepwise
+from tests.checkpoints.measure import error, padded, stepwise, written_gradients
 from tests.checkpoints.zoo import VOCABULARY, tokens
 
 from mercer import checkpoints
@@ -88,74 +89,88 @@ def write(folder, config):
     return tensors
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
 def layer_norm(x, weight, bias, eps):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
+    centred = x - x.mean()
+    return centred / torch.sqrt((centred**2).mean() + eps) * weight + bias
 
 
-def by_the_paper(ids, tensors, config):
-    """Logits of one sequence, token by token and head by head; the state as the paper has it, values in rows."""
-    t = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+def by_the_paper(ids, t, config):
+    """Logits of one sequence, and what each layer gives, token by token and head by head; the state as the paper has
+    it, values in rows. t: the tensors on disk in float64."""
     eps, size, heads = config["norm_eps"], config["head_dim"], config["num_heads"]
     layers = range(config["num_hidden_layers"])
 
     def norm(x, name):
         return layer_norm(x, t[f"{name}.weight"], t[f"{name}.bias"], eps)
 
-    last = np.zeros((len(layers), 2, config["hidden_size"]))
-    state = np.zeros((len(layers), heads, size, size))
-    logits = []
+    nothing = torch.zeros(config["hidden_size"], dtype=torch.float64)
+    last = {(i, part): nothing for i in layers for part in ("attn", "ffn")}
+    state = {(i, h): torch.zeros(size, size, dtype=torch.float64) for i in layers for h in range(heads)}
+    logits, hidden = [], []
     for token in ids:
         x, first = norm(t["model.embeddings.weight"][token], "model.layers.0.pre_norm"), None
         for i in layers:
             here, at = f"model.layers.{i}", f"model.layers.{i}.attn"
             z = norm(x, f"{here}.attn_norm")
-            r_, w_, k_, v_, a_, g_ = (z + (last[i, 0] - z) * t[f"{at}.x_{n}"][0, 0] for n in "rwkvag")
-            last[i, 0] = z
+            r_, w_, k_, v_, a_, g_ = (z + (last[i, "attn"] - z) * t[f"{at}.x_{n}"][0, 0] for n in "rwkvag")
+            last[i, "attn"] = z
 
             def low_rank(y, name, inside=lambda u: u, at=at):
                 down, up = (t[f"{at}.{name}_lora.lora.{n}.weight"] for n in (0, 2))
                 return up @ inside(down @ y) + t.get(f"{at}.{name}_lora.lora.2.bias", 0)
 
             r, k, v = (t[f"{at}.{n}_proj.weight"] @ y for n, y in (("r", r_), ("k", k_), ("v", v_)))
-            decay = np.exp(-np.exp(-0.5) * sigmoid(low_rank(w_, "w", np.tanh)))
-            rate, gate = sigmoid(low_rank(a_, "a")), low_rank(g_, "g", sigmoid)
+            decay = torch.exp(-math.exp(-0.5) * torch.sigmoid(low_rank(w_, "w", torch.tanh)))
+            rate, gate = torch.sigmoid(low_rank(a_, "a")), low_rank(g_, "g", torch.sigmoid)
             if i == 0:
                 first = v
             else:
-                v = v + (first - v) * sigmoid(low_rank(v_, "v"))
+                v = v + (first - v) * torch.sigmoid(low_rank(v_, "v"))
             removed, k = k * t[f"{at}.k_k"], k * (1 + (rate - 1) * t[f"{at}.k_a"])
-            out, own = np.zeros_like(v), np.zeros_like(v)
+            parts = []
             for h in range(heads):
                 c = slice(h * size, (h + 1) * size)
-                unit = removed[c] / np.linalg.norm(removed[c])
-                change = np.diag(decay[c]) - np.outer(unit, rate[c] * unit)
-                state[i, h] = state[i, h] @ change + np.outer(v[c], k[c])
-                part = slice(h * size, (h + 1) * size)
-                weight, bias = t[f"{at}.g_norm.weight"][part], t[f"{at}.g_norm.bias"][part]
-                out[c] = layer_norm(state[i, h] @ r[c], weight, bias, eps * size)
-                own[c] = (r[c] * t[f"{at}.r_k"][h] * k[c]).sum() * v[c]
-            x = x + t[f"{at}.o_proj.weight"] @ (gate * (out + own))
+                unit = removed[c] / torch.sqrt((removed[c] ** 2).sum())
+                change = torch.diag(decay[c]) - torch.outer(unit, rate[c] * unit)
+                state[i, h] = state[i, h] @ change + torch.outer(v[c], k[c])
+                weight, bias = t[f"{at}.g_norm.weight"][c], t[f"{at}.g_norm.bias"][c]
+                normed = layer_norm(state[i, h] @ r[c], weight, bias, eps * size)
+                parts.append(normed + (r[c] * t[f"{at}.r_k"][h] * k[c]).sum() * v[c])
+            x = x + t[f"{at}.o_proj.weight"] @ (gate * torch.cat(parts))
             z = norm(x, f"{here}.ffn_norm")
-            mixed = z + (last[i, 1] - z) * t[f"{here}.ffn.x_k"]
-            last[i, 1] = z
-            x = x + t[f"{here}.ffn.value.weight"] @ np.maximum(t[f"{here}.ffn.key.weight"] @ mixed, 0) ** 2
+            mixed = z + (last[i, "ffn"] - z) * t[f"{here}.ffn.x_k"]
+            last[i, "ffn"] = z
+            x = x + t[f"{here}.ffn.value.weight"] @ torch.relu(t[f"{here}.ffn.key.weight"] @ mixed) ** 2
+            hidden.append(x)
         logits.append(t["lm_head.weight"] @ norm(x, "model.norm"))
-    return torch.tensor(np.stack(logits))
+    return torch.stack(logits), torch.stack(hidden).view(len(ids), len(layers), -1)
 
 
 def test_a_loaded_model_computes_what_the_paper_says(tmp_path):
-    tensors, ids = write(tmp_path / "model", PUBLISHED), tokens()
+    tensors, ids = write(tmp_path / "model", PUBLISHED), tokens(length=25)
     opened = checkpoints.open_checkpoint(tmp_path / "model")
     model = opened.model
-    wanted = torch.stack([by_the_paper(row, tensors, PUBLISHED) for row in ids.tolist()])
+    exact = {name: torch.tensor(tensor).double().requires_grad_() for name, tensor in tensors.items()}
+    rows = [by_the_paper(row, exact, PUBLISHED) for row in ids.tolist()]
+    wanted, inside = (torch.stack(each) for each in zip(*rows, strict=True))
+    # Gradients of this model amplify what float32 rounds, in the definition as much as here: compared in float64.
+    wide, found = checkpoints.load(tmp_path / "model").double(), []
+    for block in wide.blocks:
+        block.register_forward_hook(lambda _m, _i, out: found.append(out[0] if isinstance(out, tuple) else out))
+    logits = wide(ids)
+    target = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5))
+    (logits - target).square().mean().backward()
+    (wanted - target).square().mean().backward()
+    wanted, inside = wanted.detach(), inside.detach()
+    for i, out in enumerate(found):
+        assert error(out.detach(), inside[:, :, i]) < 1e-10
+    gradients = written_gradients(wide, "rwkv7")
+    assert gradients.keys() == exact.keys()
+    for name, tensor in exact.items():
+        assert error(gradients[name], tensor.grad) < 1e-9, name
     with torch.no_grad():
         assert error(model(ids).double(), wanted) < 1e-5
-        assert error(stepwise(model, ids, (20, 1, 1, 7, 1)).double(), wanted) < 1e-5
+        assert error(stepwise(model, ids, (12, 1, 1, 7, 1)).double(), wanted) < 1e-5
         for side in ("left", "right"):
             assert error(padded(model, ids, side).double(), wanted) < 1e-5
     checkpoints.save(model, tmp_path / "again", family="rwkv7", extra=opened.ignored)
