@@ -33,7 +33,7 @@ def linear_recurrence(length: int, channels: int = 2560) -> Case:
 
         unit = RecurrentGemmaRglru(RecurrentGemmaConfig(hidden_size=32, num_attention_heads=1))
         never = torch.zeros(1, g.shape[1], 1, dtype=torch.bool)
-        return unit._rnn_scan(x, g.exp(), never, None)[0]
+        return unit._rnn_scan(x, g.exp(), never, None)[0]  # pyright: ignore[reportPrivateUsage]
 
     tensors = (-(torch.rand(1, length, channels) ** 4), torch.randn(1, length, channels))
     ours = {"ours" if form == "auto" else f"ours, {form}": by(form) for form in ("auto", "chunked", "recurrent")}

@@ -41,18 +41,16 @@ class DiagonalSystem(System):
         """The product of two Vandermonde matrices, of powers of A^BLOCK and of A: l = i BLOCK + j."""
         blocks = -(-count // BLOCK)
         outer = self._table(powers(self._doubled[-1], blocks, self._kind).transpose(1, 2))
-        inner = self._readers(self._numbers(self.read * self.write).unsqueeze(-1) * self._powers[..., :BLOCK])
+        inner = self._readers(self._numbers(self.read * self.write).unsqueeze(-1) * self._powers)
         return (outer @ inner).flatten(1)[:, :count]
 
     @cached_property
     def reads(self) -> Tensor:
-        return self._readers(self._numbers(self.read).unsqueeze(-1) * self._powers[..., 1:])
+        return self._readers(self._numbers(self.read * self.keep).unsqueeze(-1) * self._powers)
 
     @cached_property
     def writes(self) -> Tensor:
-        return self._table(
-            (self._numbers(self.write).unsqueeze(-1) * self._powers[..., :BLOCK].flip(-1)).transpose(1, 2)
-        )
+        return self._table((self._numbers(self.write).unsqueeze(-1) * self._powers.flip(-1)).transpose(1, 2))
 
     def move(self, state: Tensor, doublings: int) -> Tensor:
         moved = self._numbers(self._doubled[doublings]).unsqueeze(1) * self._pairs(state)
@@ -60,8 +58,8 @@ class DiagonalSystem(System):
 
     @cached_property
     def _powers(self) -> Tensor:
-        """A^0 to A^BLOCK, ``[H, M, BLOCK + 1]``, in the precision of the states."""
-        return powers(self.keep, BLOCK + 1, self._kind)
+        """A^0 to A^(BLOCK-1), ``[H, M, BLOCK]``, in the precision of the states."""
+        return powers(self.keep, BLOCK, self._kind)
 
     @cached_property
     def _doubled(self) -> list[Tensor]:
