@@ -22,8 +22,13 @@ ABSENT = ("numba", "tensorboard", "transformers", "sklearn", "pytest")
 OF_AN_EXTRA = {
     f"mercer.backends.{name}": ("llvmlite", "numba")
     for name in (
+        "channel_scan_kernels",
         "decode_kernels",
         "decode_vectors",
+        "matrix_scan_backward",
+        "matrix_scan_kernels",
+        "matrix_scan_parts",
+        "matrix_scan_vectors",
         "microkernels",
         "packed_kernels",
         "packed_vectors",
@@ -33,6 +38,9 @@ OF_AN_EXTRA = {
         "polynomial_parts",
         "program_kernels",
         "program_vectors",
+        "selective_scan_kernels",
+        "selective_scan_vectors",
+        "short_convolution_kernels",
         "softmax_backward",
         "softmax_kernels",
         "softmax_parts",
@@ -41,6 +49,11 @@ OF_AN_EXTRA = {
         "sparse_kernels",
         "sparse_parts",
         "step_kernels",
+        "tile_backward",
+        "tile_parts",
+        "tile_softmax",
+        "tile_vectors",
+        "wkv_kernels",
     )
 } | {
     f"mercer.integrations.{name}": ("transformers",)
