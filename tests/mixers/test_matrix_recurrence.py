@@ -126,6 +126,19 @@ def test_two_calls_are_one(form, cut):
     assert_close(state, final, 40)
 
 
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+def test_a_compiler_gets_torchs_form():
+    case = draw(seeded(), batch=1, length=16, dim=128, width=128, decay="token", remove=True).to(torch.float32)
+    arguments = case.arguments()
+    arguments["lengths"] = torch.tensor([13])
+    compiled = torch.compile(matrix_recurrence, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        outputs = compiled(**arguments)
+    for found, right in zip(outputs, matrix_recurrence(**arguments, form="recurrent"), strict=True):
+        assert_close(found, right, 256)
+
+
 def test_dtypes():
     case = draw(seeded(), remove=True).to(torch.bfloat16, "query", "key", "value", "a", "b").to(torch.float32, "state")
     out, final = matrix_recurrence(**case.arguments())

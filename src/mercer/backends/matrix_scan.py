@@ -39,8 +39,8 @@ def serves(
     """Whether the kernels compute a call: float32 sums on the CPU, not for a compiler, no forward-mode derivative."""
     tensors = [x for x in (query, key, value, log_decay, *(remove or ()), bonus, state, lengths) if x is not None]
     return (
-        installed()
-        and not torch.compiler.is_compiling()  # a compiler makes its own kernels of torch's form
+        not torch.compiler.is_compiling()  # a compiler makes its own kernels of torch's form
+        and installed()
         and torch.float64 not in (query.dtype, key.dtype, value.dtype)
         and all(x.is_cpu and forward_ad.unpack_dual(x).tangent is None for x in tensors)
     )
