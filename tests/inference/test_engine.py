@@ -11,8 +11,11 @@ from mercer.inference.engine import Engine, prepare
 from mercer.inference.generate import complete
 from mercer.inference.packed_model import PackedLinear
 from mercer.inference.sampler import Sampling
+from mercer.mixers.names import mixer_names
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
+from mercer.models.shared_hybrid import SharedHybridLM
+from mercer.models.shared_hybrid_config import SharedHybridConfig
 
 pytest.importorskip("numba")
 
@@ -304,15 +307,58 @@ def test_a_model_that_is_not_kept_leaves_its_matrices(fields: dict) -> None:
     assert ("embedding.weight" in left) == (not model.config.tie_embeddings)  # rows of it are read as they are
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", mixer_names())
+def test_mixers_are_packed_and_continue_each_others_states(name: str, dtype: torch.dtype) -> None:
+    channels = {"rwkv4": "rwkv4", "rwkv7": "rwkv7", "mamba": "none"}.get(name)
+    config = ModelConfig(
+        vocab_size=97, dim=64, heads=2, layers=2, init_std=0.2, feedforward=channels or "swiglu",
+        attention=name if channels else [name, "softmax"],
+    )  # fmt: skip
+    model = DecoderLM(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    model = model.to(dtype)
+    exact = copy.deepcopy(model).double()
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens = torch.randint(0, 97, (2, 40), generator=generator)
+    bound = 1e-5 if dtype == torch.float32 else 0.04
+
+    def near(found: torch.Tensor, where: slice) -> None:
+        wanted = expected[:, where]
+        assert float((found.double() - wanted).norm() / wanted.norm()) < bound
+
+    with torch.no_grad():
+        expected = exact(tokens)
+        engine = prepare(model)
+        assert engine.reason is not None
+        assert "its modules run one by one, with packed weights" in engine.reason
+        out, states = engine(tokens[:, :37], return_states=True)
+        near(out, slice(37))
+        for t in (37, 38, 39):
+            out, states = engine(tokens[:, t : t + 1], states=states, return_states=True)
+            near(out, slice(t, t + 1))
+        _, states = model(tokens[:, :38], return_states=True)
+        out, states = engine(tokens[:, 38:39], states=states, return_states=True)
+        near(out, slice(38, 39))
+        near(model(tokens[:, 39:], states=engine.states_for(states, dtype)), slice(39, 40))
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, kept[key])
+
+
 def test_what_is_refused() -> None:
     model = build()
     with pytest.raises(InvalidArgument, match="as_is, bfloat16, int8, int4"):
         prepare(model, "int3")
     with pytest.raises(Unsupported, match="float64"):
         prepare(build().double())
-    mixed = ModelConfig(vocab_size=8, dim=8, heads=2, layers=2, attention=["gla", "softmax"], position="none")
-    with pytest.raises(Unsupported, match="weights of a MixerBlock cannot be packed yet"):
-        prepare(DecoderLM(mixed))
+    shared = SharedHybridConfig(
+        vocab_size=8, dim=8, heads=2, layers=2, shared_at=(1,), mixers={"mamba2": {"head_dim": 8}}
+    )
+    with pytest.raises(Unsupported, match="weights of a HybridBlock cannot be packed yet"):
+        prepare(SharedHybridLM(shared))
     engine = prepare(model)
     with pytest.raises(InvalidArgument, match="tokens must be integers"):
         engine(torch.zeros(1, 1))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mercer.backends.packed import FEW, Packed, pack
 from mercer.errors import Unsupported
+from mercer.mixers.base import Mixer
+from mercer.mixers.block import MixerBlock
 from mercer.nn.activations import ACTIVATIONS, GATED
 from mercer.nn.block import Block
 from mercer.nn.experts import Experts
@@ -133,7 +135,7 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype, keep: bool) ->
     where the embedding is tied to it. The model itself stays as it is if `keep`; otherwise each matrix is let go when
     it is packed, so that never more than one is there twice.
     """
-    other = next((block for block in model.blocks if not isinstance(block, Block)), None)
+    other = next((block for block in model.blocks if not isinstance(block, Block | MixerBlock)), None)
     if other is not None:
         raise Unsupported(f"weights of a {type(other).__name__} cannot be packed yet: use the model as it is")
     held = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
@@ -144,6 +146,9 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype, keep: bool) ->
     held[id(embedding)] = embedding
     twin = copy.deepcopy(model, held)
     for block in twin.blocks:
+        if isinstance(block, MixerBlock):
+            _pack_mixers(block, kind, keep)
+            continue
         attention = block.attention
         for name, module in list(attention.named_children()):
             if isinstance(module, nn.Linear):
@@ -157,6 +162,25 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype, keep: bool) ->
     if not keep:
         _let_go(embedding if head is None else head)
     return twin
+
+
+def _pack_mixers(block: MixerBlock, kind: str, keep: bool) -> None:
+    """Pack what mixers multiply with, in place; their other numbers become float32, as what they read is."""
+    for part in (block.mixer, block.feedforward):
+        if not isinstance(part, Mixer):
+            continue
+        for path, module in list(part.named_modules()):
+            name = path.rpartition(".")[2]
+            if type(module) is nn.Linear and name not in part.unpacked:
+                setattr(part.get_submodule(path.rpartition(".")[0]), name, _linear(module, kind, torch.float32, keep))
+            elif type(module) is nn.Linear:
+                setattr(part.get_submodule(path.rpartition(".")[0]), name, copy.deepcopy(module).float())
+        for path, number in list(part.named_parameters()):
+            if number.dtype != torch.float32:  # a new one, since the model holds this
+                owner, _, name = path.rpartition(".")
+                setattr(part.get_submodule(owner), name, nn.Parameter(number.detach().float(), requires_grad=False))
+    if block.feedforward is not None and not isinstance(block.feedforward, Mixer):
+        block.feedforward = cast(Any, _feedforward(block.feedforward, kind, keep))
 
 
 def _let_go(module: nn.Module) -> None:

@@ -28,6 +28,8 @@ class Mixer(HasStart):
     dim: int
     carries: ClassVar[bool] = False
     """Whether `mix` takes a fourth argument: a dictionary that the layers of one call of a model share."""
+    unpacked: ClassVar[tuple[str, ...]] = ()
+    """Linear layers whose weights are used without calling them, so that inference cannot put packed ones there."""
 
     @property
     @abstractmethod

@@ -47,6 +47,7 @@ class Mamba(Mixer):
     """
 
     undecayed: ClassVar[tuple[str, ...]] = ("log_rate", "skip")
+    unpacked: ClassVar[tuple[str, ...]] = ("select", "step")
 
     def __init__(
         self,
