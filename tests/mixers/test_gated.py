@@ -193,3 +193,5 @@ def test_gated_deltanet_is_the_layer_of_qwen3_next():
 def test_sizes_that_do_not_fit(name, options, said):
     with pytest.raises(InvalidArgument, match=said):
         mixer_config(name, options).build(16, 2, layer=0, layers=1)
+    with pytest.raises(InvalidArgument, match=f"{name} needs at least 1 head, not 0"):
+        mixer_config(name).build(16, 0, layer=0, layers=1)

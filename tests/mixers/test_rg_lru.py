@@ -105,5 +105,7 @@ def test_the_slope_of_the_root_is_bounded():
 def test_refusals():
     with pytest.raises(InvalidArgument, match="a width that its blocks divide, not 10 in 4 blocks"):
         mixer_config("rg-lru", {"width": 10}).build(16, 4, layer=0, layers=1)
+    with pytest.raises(InvalidArgument, match="not 16 in 0 blocks"):
+        mixer_config("rg-lru").build(16, 0, layer=0, layers=1)
     with pytest.raises(InvalidArgument, match="there are width, blocks, conv, bias"):
         mixer_config("rg-lru", {"heads": 2})

@@ -139,6 +139,11 @@ def test_one_name_swaps_the_layers_of_attention():
         ({"norm_position": "post"}, 'layers of sums have norm_position "pre"'),
         ({"feedforward": "none"}, "feedforward 'none' is for mixers, and attention names 'softmax'"),
         ({"attention": "sums", "feedforward": "none", "experts": {"count": 2, "chosen": 1}}, "experts and feedforward"),
+        ({"attention": "sums", "feedforward": "none", "hidden": 3}, "hidden is the size of a feed-forward"),
+        ({"attention": "sums", "window": 4}, "window is for layers that are attentions, and here all are sums"),
+        ({"attention": "sums", "structure": "strided(4)"}, "structure is for layers that are attentions"),
+        ({"attention": "sums", "recency": True}, "recency is for layers that are attentions"),
+        ({"attention": "sums", "attention_scale": 0.5}, "attention_scale is for layers that are attentions"),
     ],
 )
 def test_refusals(changes, said):

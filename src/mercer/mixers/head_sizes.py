@@ -11,6 +11,8 @@ def head_size(mixer: str, what: str, dim: int, expand: float, heads: int) -> int
     Raises:
         InvalidArgument: it is none.
     """
+    if heads < 1:
+        raise InvalidArgument(f"{mixer} needs at least 1 head, not {heads}")
     size = expand * dim / heads
     if size != int(size) or size < 1:
         raise InvalidArgument(

@@ -45,7 +45,7 @@ class Retention(Mixer):
         rope_base: float = 10000.0,
     ) -> None:
         super().__init__()
-        if dim % heads or (dim // heads) % 2:
+        if heads < 1 or dim % heads or (dim // heads) % 2:
             raise InvalidArgument(
                 f"retnet needs an even number of key channels in each head, not {dim} / {heads} heads"
             )

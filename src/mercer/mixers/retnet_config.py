@@ -17,12 +17,12 @@ class RetNetConfig(MixerConfig):
     model's attentions.
     """
 
-    value_expand: Annotated[float, Field(gt=0)] = 2.0
+    value_expand: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
     """Channels of all values, in multiples of the model's. Queries and keys have as many as the model."""
     norm: Literal["layer", "rms"] = "layer"
     """What normalises each head: the paper's group normalisation, or the RMS norm of its later code."""
-    norm_eps: Annotated[float, Field(ge=0)] = 1e-5
-    rope_base: Annotated[float, Field(gt=0)] = 10000.0
+    norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
+    rope_base: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10000.0
     """Base of the rates at which queries and keys turn with their positions."""
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> Retention:

@@ -45,7 +45,7 @@ class RGLRU(Mixer):
 
     def __init__(self, dim: int, width: int, *, blocks: int, conv: int = 4, bias: bool = True) -> None:
         super().__init__()
-        if width % blocks:
+        if blocks < 1 or width % blocks:
             raise InvalidArgument(f"rg-lru needs a width that its blocks divide, not {width} in {blocks} blocks")
         self.dim, self.width = dim, width
         self.input = nn.Linear(dim, 2 * width, bias=bias)  # the gate's rows first

@@ -134,6 +134,8 @@ class ModelConfig(BlockConfig):
                 f"structure has {len(names)} names for {count(self.layers, 'layer')}; name 1 to {self.layers}"
             )
         check_structures(self.attentions, self.structures, self.window, self.heads)
+        if self.has_mixers_only:
+            self._check_nothing_for_pairs()
         if self.head_bias and self.tie_embeddings:
             raise ValueError("head_bias needs tie_embeddings=False")
         return self
@@ -159,6 +161,20 @@ class ModelConfig(BlockConfig):
         if own and (self.experts is not None or "feedforward" in self.biased):
             what = "experts" if self.experts is not None else 'bias "feedforward"'
             raise ValueError(f"{what} and feedforward {self.feedforward!r} exclude each other")
+        if self.feedforward == "none" and self.hidden is not None:
+            raise ValueError('hidden is the size of a feed-forward, and feedforward "none" leaves it out')
+
+    def _check_nothing_for_pairs(self) -> None:
+        """Refuse what says which pairs of tokens there are, or weighs them, where no layer has any."""
+        given = {
+            "window": self.window is not None,
+            "structure": any(name != "causal" for name in self.structure_pattern),
+            "recency": self.recency,
+            "attention_scale": self.attention_scale is not None,
+        }
+        for name in (name for name, there in given.items() if there):
+            mixers = ", ".join(dict.fromkeys(self.pattern))
+            raise ValueError(f"{name} is for layers that are attentions, and here all are {mixers}")
 
     def _check_t5(self) -> None:
         import torch
