@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from mercer.mixers.mixer_config import MixerConfig
+from mercer.mixers.mixer_config import MixerConfig, Positive, Ratio
 
 if TYPE_CHECKING:
     from mercer.mixers.gated_deltanet import GatedDeltaNet
-
-Positive = Annotated[int, Field(ge=1)]
-Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class GatedDeltaNetConfig(MixerConfig):

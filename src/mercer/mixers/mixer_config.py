@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mercer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from mercer.mixers.base import Mixer
+
+Positive = Annotated[int, Field(ge=1)]
+Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class MixerConfig(BaseModel):

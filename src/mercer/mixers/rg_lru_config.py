@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from mercer.mixers.mixer_config import MixerConfig
+from mercer.mixers.mixer_config import MixerConfig, Positive
 
 if TYPE_CHECKING:
     from mercer.mixers.rg_lru import RGLRU
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class RGLRUConfig(MixerConfig):

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from mercer.mixers.mixer_config import MixerConfig
+from mercer.mixers.mixer_config import MixerConfig, Positive
 
 if TYPE_CHECKING:
     from mercer.mixers.rwkv6 import RWKV6
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class RWKV6Config(MixerConfig):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from mercer.mixers.mixer_config import MixerConfig
+from mercer.mixers.mixer_config import MixerConfig, Positive, Ratio
 
 if TYPE_CHECKING:
     from mercer.mixers.s4d import S4D
 
-Positive = Annotated[int, Field(ge=1)]
-Step = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Form = Literal["auto", "recurrent", "chunked", "convolution"]
 
 
@@ -21,8 +19,8 @@ class StateSpaceConfig(MixerConfig):
 
     state: Positive = 64
     """Real numbers in the state of a channel."""
-    step_least: Step = 0.001
-    step_most: Step = 0.1
+    step_least: Ratio = 0.001
+    step_most: Ratio = 0.1
     """Time steps start log-uniform between these two."""
     glu: bool = True
     """Whether half of the channels of the linear layer behind the state space gate the other half."""
