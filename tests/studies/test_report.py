@@ -94,6 +94,26 @@ def test_one_seed_shows_the_spread_of_differences_only() -> None:
         assert summary.gap is None or numbers.interval(summary.gap, sign=True) in text
 
 
+def test_a_page_with_mixers_says_that_sizes_differ() -> None:
+    plain = words(render(examples.orders()))
+    assert "Every model has the same size" in plain
+    assert "Taylor series" in plain
+    record = examples.orders()
+    other = record.arms[1]
+    mixed = other.model_copy(update={"family": "pattern", "normalizer": "none", "order": None})
+    larger = [t.model_copy(update={"parameters": 950_000}) if t.arm == other.name else t for t in record.trials]
+    update = {"arms": [mixed if arm is other else arm for arm in record.arms]}
+    text = words(render(record.model_copy(update=update | {"trials": larger})))
+    assert "same size" not in text
+    assert "Taylor series" not in text
+    assert "with it the number of parameters" in text
+    assert "820k to 950k" in text
+    assert re.search(rf"{re.escape(label(other.name))} (?:(?!820k).)*? 950k", text)
+    equal = words(render(record.model_copy(update=update)))
+    assert "number of parameters" not in equal
+    assert "950k" not in equal
+
+
 def test_text_from_the_record_cannot_become_markup() -> None:
     evil = "</script><script>alert(1)</script><b>"
     everywhere = examples.orders().model_dump_json().replace('"taylor2-sum"', json.dumps(evil))

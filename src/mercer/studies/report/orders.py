@@ -19,8 +19,7 @@ def build(record: OrdersRecord) -> Page:
     sections = [
         Section(
             "Final loss",
-            "Every model has the same size, text, order of batches and first weights. Only the kernel and the "
-            "normaliser of its attention differ.",
+            _equal(record),
             (*_by_order(record, arms, done), *_gaps(record, done), _table(record, arms)),
         ),
         Section(
@@ -44,24 +43,51 @@ def _steps(record: OrdersRecord) -> int:
     return max((trial.steps for trial in record.trials), default=0)
 
 
+def _layered(record: OrdersRecord) -> bool:
+    """Whether the study compares more than the kernel and the normaliser of attentions."""
+    return any(arm.family in ("mixer", "pattern") for arm in record.arms)
+
+
+def _parameters(record: OrdersRecord) -> dict[str, str]:
+    """Of each arm its parameters as shown, by size; a gain adds too few to be seen."""
+    by_size = sorted((trial.parameters, trial.arm) for trial in record.trials if trial.parameters)
+    return {arm: numbers.short(parameters) for parameters, arm in by_size}
+
+
+def _differ(record: OrdersRecord) -> bool:
+    return _layered(record) and len(set(_parameters(record).values())) > 1
+
+
+def _equal(record: OrdersRecord) -> str:
+    if not _layered(record):
+        return (
+            "Every model has the same size, text, order of batches and first weights. Only the kernel and the "
+            "normaliser of its attention differ."
+        )
+    same = "Every model has the same width, depth, text and order of batches. What its layers have as attention differs"
+    return same + (", and with it the number of parameters." if _differ(record) else ".")
+
+
 def _summary(record: OrdersRecord) -> str:
     seeds = len(record.provenance.seeds)
-    return (
-        f"{len(record.arms)} attentions, one decoder, the same text: softmax's exponential, its Taylor series cut "
-        f"off at increasing orders, and what happens when a norm replaces the denominator. {_steps(record):,} steps "
-        f"each, {seeds} seed{'s' if seeds > 1 else ''}."
+    question = (
+        f"{len(record.arms)} choices of attentions and mixers, one decoder around them, the same text."
+        if _layered(record)
+        else f"{len(record.arms)} attentions, one decoder, the same text: softmax's exponential, its Taylor series cut "
+        "off at increasing orders, and what happens when a norm replaces the denominator."
     )
+    return f"{question} {_steps(record):,} steps each, {seeds} seed{'s' if seeds > 1 else ''}."
 
 
 def _facts(record: OrdersRecord) -> tuple[tuple[str, str], ...]:
-    parameters = max((trial.parameters for trial in record.trials), default=0)
+    shown = list(_parameters(record).values()) or [numbers.short(0)]
     best = min((s for s in record.summaries if s.loss), key=lambda s: s.loss.mean, default=None)
     return (
         (
             "Lowest loss",
             f"{label(best.arm)}, {numbers.decimal(best.loss.mean)}" if best and best.loss else numbers.MISSING,
         ),
-        ("Parameters", numbers.short(parameters)),
+        ("Parameters", f"{shown[0]} to {shown[-1]}" if _differ(record) else shown[-1]),
         ("Trained on", f"{numbers.size(record.corpus.train_tokens)} of text"),
         ("Budget", record.provenance.budget),
         ("Working time", numbers.duration(record.provenance.seconds)),
@@ -176,6 +202,7 @@ def _gaps(record: OrdersRecord, done: list[ArmSummary]) -> list[Figure]:
 
 def _table(record: OrdersRecord, arms: dict[str, Arm]) -> Table:
     rows: list[tuple[Cell, ...]] = []
+    parameters = _parameters(record) if _differ(record) else {}
     done = sorted((s for s in record.summaries if s.loss), key=lambda s: s.loss.mean)
     rest = [s for s in record.summaries if not s.loss]
     for place, s in enumerate([*done, *rest]):
@@ -190,11 +217,13 @@ def _table(record: OrdersRecord, arms: dict[str, Arm]) -> Table:
                 Cell(numbers.decimal(s.bits_per_byte)),
                 Cell("reference" if s.arm == "softmax" else numbers.interval(s.gap, sign=True)),
                 Cell(numbers.short(s.tokens_per_second)),
+                *((Cell(parameters.get(s.arm, numbers.MISSING)),) if parameters else ()),
             )
         )
     return Table(
         "All attentions, best first",
-        ("attention", "order", "loss, nats per byte", "bits per byte", "minus softmax", "tokens/s"),
+        ("attention", "order", "loss, nats per byte", "bits per byte", "minus softmax", "tokens/s")
+        + (("parameters",) if parameters else ()),
         tuple(rows),
         words=2,
         caption="Mean ± half the width of the 95 % interval"
@@ -223,7 +252,8 @@ def _curves(record: OrdersRecord) -> list[Figure]:
             "Held-out loss while training",
             "Held-out loss in nats per byte by training step. " + "; ".join(ends) + ".",
             f"Seed {first}. Press a name to hide or show its curve. Dashes tell normalisers apart: L2 solid, sum "
-            "dashed, RMS dotted, a learned gain dash-dotted.",
+            "dashed, RMS dotted, a learned gain dash-dotted"
+            + (", mixers solid, patterns of layers with long dashes." if _layered(record) else "."),
             height=440,
         )
     ]
@@ -253,8 +283,9 @@ def _speed(record: OrdersRecord) -> list[Figure]:
             "Tokens per second in training: "
             + "; ".join(f"{label(s.arm)} {numbers.short(s.tokens_per_second)}" for s in reversed(known))
             + ".",
-            "Median over the steps and seeds. At this context length every pair of tokens is scored; what the forms "
-            "cost at other lengths is the subject of mercer study cost.",
+            "Median over the steps and seeds. At this context length "
+            + ("attentions score every pair of tokens" if _layered(record) else "every pair of tokens is scored")
+            + "; what the forms cost at other lengths is the subject of mercer study cost.",
             height=90 + 30 * len(known),
         )
     ]
