@@ -290,6 +290,19 @@ def test_a_model_starts_by_its_seed_alone():
     assert all(torch.equal(tensor, first[name]) for name, tensor in DecoderLM(config).state_dict().items())
 
 
+@pytest.mark.parametrize("length", [1, 40])
+def test_a_decay_that_forgets_everything_has_finite_gradients(length):
+    mixer, x = build("rwkv6", dtype=torch.float32), inputs(1, length, dtype=torch.float32).requires_grad_()
+    with torch.no_grad():
+        mixer.decay.view(-1)[::2] = 1e4
+    _, before = mixer(inputs(1, 3, seed=1, dtype=torch.float32), return_state=True)
+    out, state = mixer(x, state=before, return_state=True)
+    (out.square().sum() + state.parts["sums"].square().sum()).backward()
+    for name, tensor in [("x", x), *mixer.named_parameters()]:
+        assert tensor.grad is not None, name
+        assert tensor.grad.isfinite().all(), name
+
+
 def test_refusals():
     with pytest.raises(InvalidArgument, match="layer 3 of 3"):
         RWKV4(8, layer=3, layers=3)
