@@ -30,7 +30,7 @@ def test_a_pattern_is_written_in_one_way():
     [
         ("mamba2,", "write names separated by commas"),
         ("0*mamba2,softmax", "write names separated by commas"),
-        ("2*mamba2,softmax", "names 3 layers; the models of this study have 2"),
+        ("2*mamba2,softmax", "names 3 layers; the models of this study have 2; .* or give --layers 3"),
         ("mambo", r"neither a mixer \(did you mean mamba\?\), which are .*mamba2.*, nor an attention. Unknown"),
         ("taylor3-sum", "cannot be computed"),
     ],

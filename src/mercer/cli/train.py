@@ -86,8 +86,15 @@ def train(
         ),
     ] = None,
     norm: Annotated[str | None, _option("rms or layer (rms).", "Model")] = None,
-    norm_position: Annotated[str | None, _option("pre or post (pre).", "Model")] = None,
-    feedforward: Annotated[str | None, _option("swiglu, gelu, gelu_tanh or relu (swiglu).", "Model")] = None,
+    norm_position: Annotated[str | None, _option("pre, post or both (pre).", "Model")] = None,
+    feedforward: Annotated[
+        str | None,
+        _option(
+            "swiglu, geglu, geglu_tanh, reglu, gelu, gelu_tanh, relu or silu; with mixers in all layers also none, "
+            "rwkv4 or rwkv7 (swiglu).",
+            "Model",
+        ),
+    ] = None,
     hidden: Annotated[int | None, _option("Channels inside the feed-forward (4 dim; swiglu 8/3 dim).", "Model")] = None,
     steps: Annotated[int | None, _option("Optimiser steps (1000).", "Recipe")] = None,
     batch: Annotated[int | None, _option("Sequences a step (16).", "Recipe")] = None,

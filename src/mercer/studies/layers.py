@@ -23,7 +23,8 @@ def parse_pattern(text: str, layers: int | None = None) -> str:
     names = [_canonical(name) for name in expand(text)]
     if layers is not None and len(names) > layers:
         raise InvalidArgument(
-            f"attention {text!r} names {count(len(names), 'layer')}; the models of this study have {layers}."
+            f"attention {text!r} names {count(len(names), 'layer')}; the models of this study have {layers}; "
+            f"name at most one a layer, or give --layers {len(names)}."
         )
     return shorten(names)
 
