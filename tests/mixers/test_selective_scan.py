@@ -152,6 +152,19 @@ def test_softplus_and_silu_are_exact_over_their_whole_range():
     assert torch.allclose(y.double(), torch.nn.functional.silu(values.double()), rtol=5e-7, atol=1e-36)
 
 
+@pytest.mark.parametrize("form", [*FORMS, "auto"])
+@pytest.mark.parametrize("length", [1, 40])
+def test_autocast_changes_no_sum(form, length):
+    given = {name: v.requires_grad_() for name, v in draw(2, length, 5, 4, dtype=torch.float32).items()}
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found = selective_scan(**given, softplus=True, form=form)
+        results.append((*found, *torch.autograd.grad(found[0].sum() + found[1].sum(), list(given.values()))))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("form", TORCH)
 def test_gradients_by_finite_differences(form):
     given = draw(2, 4, 2, 2)

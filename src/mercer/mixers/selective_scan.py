@@ -90,11 +90,12 @@ def selective_scan(
     u = x.to(wide)
     before = u.new_zeros(x.shape[0], rates.shape[1], x.shape[2]) if state is None else state.to(wide)
     across, write, read = rates.to(wide).t(), write.to(wide), read.to(wide)
-    if form == "recurrent" or x.shape[1] == 1:
-        y, after = _recurrent(across, before, u, s, write, read)
-    else:
-        within = _recurrent if form == "auto" and x.is_cpu else _doubled
-        y, after = _chunked(within, across, before, u, s, write, read)
+    with torch.autocast(x.device.type, enabled=False):  # sums are float32 or float64, whatever surrounds the call
+        if form == "recurrent" or x.shape[1] == 1:
+            y, after = _recurrent(across, before, u, s, write, read)
+        else:
+            within = _recurrent if form == "auto" and x.is_cpu else _doubled
+            y, after = _chunked(within, across, before, u, s, write, read)
     if skip is not None:
         y = y + skip.to(wide) * u
     if gate is not None:
