@@ -85,9 +85,8 @@ def open_any(
     from mercer.runtime.device import find_device
 
     where = find_device(device)
-    names = None if attention is None else [name.strip() for name in attention.split(",")]
     try:
-        opened = open_checkpoint(_weights(path, checkpoint), dtype=dtype, device=where, attention=names)
+        opened = open_checkpoint(_weights(path, checkpoint), dtype=dtype, device=where, attention=attention)
     except InvalidArgument as error:  # of the configuration it can only be the attention that was typed
         raise InvalidArgument(str(error).removeprefix("model configuration: ")) from error
     opened.model.eval().requires_grad_(False)
