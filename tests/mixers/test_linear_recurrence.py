@@ -130,6 +130,9 @@ def test_refusals():
         (lambda: linear_recurrence(x, x, state=torch.zeros(2, 3)), r"state must be torch.float32 \[2, 4\]"),
         (lambda: linear_recurrence(x, x, state=torch.zeros(2, 4).double()), "state must be torch.float32"),
         (lambda: linear_recurrence(x, x, lengths=torch.zeros(3).long()), r"lengths must be integers \[2\]"),
+        (lambda: linear_recurrence(x, x, lengths=torch.tensor([True, False])), "not torch.bool"),
+        (lambda: linear_recurrence(x, x, lengths=torch.tensor([4, 0]), form="fused"), r"from 0 to 3, not \[4, 0\]"),
+        (lambda: linear_recurrence(x, x, lengths=torch.tensor([-1, 0])), r"from 0 to 3, not \[-1, 0\]"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             call()

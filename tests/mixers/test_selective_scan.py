@@ -212,6 +212,10 @@ def test_wrong_arguments_are_refused():
         selective_scan(**given, form="dense")
     with pytest.raises(InvalidArgument, match="between 0 and 3"):
         selective_scan(**given, lengths=torch.tensor([1, 4]))
+    with pytest.raises(InvalidArgument, match=r"lengths must be integers, got torch\.float32"):
+        selective_scan(**given, lengths=torch.tensor([1.0, 2.5]))
+    with pytest.raises(InvalidArgument, match=r"x must be floating point, got torch\.int64"):
+        selective_scan(**given | {"x": given["x"].long()})
     with pytest.raises(InvalidArgument, match="x must be"):
         selective_scan(**given | {"x": given["x"][0]})
     with pytest.raises(Unsupported, match="form='chunked'"):

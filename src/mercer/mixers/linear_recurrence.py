@@ -170,8 +170,12 @@ def _check(log_decay: Tensor, x: Tensor, state: Tensor | None, lengths: Tensor |
         raise InvalidArgument(
             f"linear_recurrence: state must be {sums} {list(shape)}, not {state.dtype} {list(state.shape)}."
         )
-    if lengths is not None and (lengths.shape != shape[:1] or lengths.is_floating_point()):
-        raise InvalidArgument(
-            f"linear_recurrence: lengths must be integers [{shape[0]}], not {lengths.dtype} {list(lengths.shape)}."
-        )
+    if lengths is not None:
+        if lengths.shape != shape[:1] or lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise InvalidArgument(
+                f"linear_recurrence: lengths must be integers [{shape[0]}], not {lengths.dtype} {list(lengths.shape)}."
+            )
+        compiling = torch.compiler.is_compiling()  # values are not looked at there
+        if not compiling and shape[0] and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.shape[1]:
+            raise InvalidArgument(f"linear_recurrence: lengths must be from 0 to {x.shape[1]}, not {lengths.tolist()}.")
     return sums

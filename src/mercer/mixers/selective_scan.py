@@ -183,5 +183,10 @@ def _check(
     for name, given, shape in expected:
         if given is not None and given.shape != shape:
             raise InvalidArgument(f"{name} must be {list(shape)} beside x {list(x.shape)}, got {list(given.shape)}")
+    for name, given, _ in (("x", x, ()), *expected[:-1]):
+        if given is not None and not given.is_floating_point():
+            raise InvalidArgument(f"{name} must be floating point, got {given.dtype}")
+    if lengths is not None and (lengths.is_floating_point() or lengths.dtype == torch.bool):
+        raise InvalidArgument(f"lengths must be integers, got {lengths.dtype}")
     if lengths is not None and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= length:
         raise InvalidArgument(f"lengths must be between 0 and {length}, got {lengths.tolist()}")
