@@ -286,6 +286,8 @@ def test_refusals(case):
     _, state = mixer(x, return_state=True)
     with pytest.raises(InvalidArgument, match=r"expects \[B, L, 16\]"):
         mixer(x[..., :3])
+    with pytest.raises(InvalidArgument, match="expects floating-point numbers"):
+        mixer(torch.ones(1, 2, DIM, dtype=torch.int64))
     with pytest.raises(InvalidArgument, match="the state is of other"):
         mixer(x, state=MixerState("other", state.parts, state.length))
     with pytest.raises(InvalidArgument, match="the state has 2 sequences and the input 1"):

@@ -108,6 +108,10 @@ def test_weight_decay_spares_what_a_mixer_names():
 def test_a_model_without_attention_has_no_end():
     model = DecoderLM(_config(attention="sums", feedforward="none", max_length=4))
     assert model.reach is None
+    assert model.config.position == "none"
+    assert _config(attention="sums", heads=3).heads == 3  # no attention has to divide dim by it
+    assert ModelConfig(**model.config.model_dump()) == model.config
+    assert _config().position == "rotary"
     assert model(torch.zeros(1, 9, dtype=torch.int64)).shape == (1, 9, 11)
     assert model.blocks[0].feedforward is None
 
@@ -136,6 +140,9 @@ def test_one_name_swaps_the_layers_of_attention():
     [
         ({"mixers": {"sums": {"size": 1}}}, "the options of sums: size: no such option; there are factor"),
         ({"mixers": {"mamba": {}}}, "mixers has options of 'mamba', which attention does not name"),
+        ({"attention": "sums", "kv_heads": 1}, "kv_heads is for layers that are attentions"),
+        ({"attention": "sums", "bias": ("query",)}, "bias is for layers that are attentions"),
+        ({"attention": "sums", "position": "alibi"}, 'position "alibi" is for layers that are attentions'),
         ({"norm_position": "post"}, 'layers of sums have norm_position "pre"'),
         ({"feedforward": "none"}, "feedforward 'none' is for mixers, and attention names 'softmax'"),
         ({"attention": "sums", "feedforward": "none", "experts": {"count": 2, "chosen": 1}}, "experts and feedforward"),
@@ -158,3 +165,5 @@ def test_a_state_of_another_kind_is_refused():
     other = [MixerState("sums(8)", state.parts, state.length) for state in states]
     with pytest.raises(InvalidArgument, match=r"the state is of sums\(8\), and this layer is sums\(16\)"):
         model(tokens, states=other)
+    with pytest.raises(InvalidArgument, match="every one of states must be a state"):
+        model(tokens, states=[None] * 3)

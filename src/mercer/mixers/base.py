@@ -89,6 +89,8 @@ class Mixer(HasStart):
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise InvalidArgument(f"{self.kind} expects [B, L, {self.dim}], got a tensor of {list(x.shape)}")
+        if not x.is_floating_point():
+            raise InvalidArgument(f"{self.kind} expects floating-point numbers, got {x.dtype}")
         padding, documents = self._parts(x, padding, structure)
         shared = {} if carried is None else carried
         batch, length, _ = x.shape

@@ -153,7 +153,8 @@ class BlockConfig(BaseModel):
         from mercer.core.normalizers import L2, RMS, Standardize
         from mercer.mixers.names import is_mixer
 
-        if self.head_dim is None and self.dim % self.heads:
+        attends = not all(map(is_mixer, self.pattern))
+        if attends and self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"dim {self.dim} is not a multiple of {self.heads} heads; set head_dim")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mercer.errors import InvalidArgument
 from mercer.mixers.names import CHANNEL_MIXING
-from mercer.models.block_config import BlockConfig, Positive, block_attention
+from mercer.models.block_config import BlockConfig, Positive, as_layers, block_attention
 from mercer.models.visibility import as_names, causal_structure, check_structures, ending
 from mercer.runtime.words import count
 
@@ -34,7 +34,10 @@ def causal_attention(name: str) -> "tuple[Kernel, Normalizer]":
         InvalidArgument: the name is unknown, or the two cannot be combined; the message gives names that can.
     """
     from mercer.core.structures import Causal
+    from mercer.mixers.names import is_mixer
 
+    if is_mixer(name):
+        raise InvalidArgument(f"{name!r} is a recurrent mixer, which has no kernel: name an attention")
     return block_attention(name, Causal())
 
 
@@ -77,6 +80,7 @@ class ModelConfig(BlockConfig):
     """Weigh the past of every layer by a learned gate for each key head and token, S = g S + (1 - g) phi(k) v^T with
     g = sigmoid(x W + b), as random-feature attention does."""
     position: Literal["rotary", "sinusoidal", "learned", "alibi", "t5", "none"] = "rotary"
+    """How the model knows places; the default is "none" where every layer is a mixer."""
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     rope_turned: Positive | None = None
     """Channels of a head that rotary positions turn, an even number; None: all of them."""
@@ -118,6 +122,18 @@ class ModelConfig(BlockConfig):
 
     def _attention(self, name: str) -> "tuple[Kernel, Normalizer]":
         return layer_attention(name)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_positions_by_default(cls, values: Any) -> Any:
+        """Mixers know where they are: where all layers are, only positions that are asked for are added."""
+        from mercer.mixers.names import is_mixer
+
+        if isinstance(values, dict) and "position" not in values:
+            pattern = as_layers(values.get("attention"))
+            if all(map(is_mixer, (pattern,) if isinstance(pattern, str) else pattern or ("",))):
+                return {**values, "position": "none"}
+        return values
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -171,6 +187,10 @@ class ModelConfig(BlockConfig):
             "structure": any(name != "causal" for name in self.structure_pattern),
             "recency": self.recency,
             "attention_scale": self.attention_scale is not None,
+            "kv_heads": self.kv_heads is not None,
+            "head_dim": self.head_dim is not None,
+            "bias": not isinstance(self.bias, bool) and not {"feedforward", "norm"}.issuperset(self.bias),
+            f'position "{self.position}"': self.position in ("rotary", "alibi", "t5"),
         }
         for name in (name for name, there in given.items() if there):
             mixers = ", ".join(dict.fromkeys(self.pattern))
@@ -227,8 +247,6 @@ class ModelConfig(BlockConfig):
     def reach(self) -> int | None:
         """The longest sequence that the model does not refuse; None: any."""
         if self.allow_longer or self.position not in ("rotary", "sinusoidal", "learned"):
-            return None
-        if self.position == "rotary" and self.has_mixers_only:
             return None
         scaling = self.scaling
         return self.max_length if scaling is None else scaling.reach(self.max_length)

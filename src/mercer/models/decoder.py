@@ -162,6 +162,10 @@ class DecoderLM(ConfiguredModel):
             raise InvalidArgument(
                 f"the model needs a state for each of its {len(self.blocks)} layers, got {len(states)}"
             )
+        if states is not None and any(not isinstance(state, State) for state in states):
+            raise InvalidArgument(
+                "every one of states must be a state that the model returned; leave states out to begin"
+            )
         offset = None if states is None else states[0].length
         if self.reach is not None and self.config.position != "learned":  # that table says so itself
             self._refuse_longer(longest(tokens.shape[1], padding, offset))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mercer.errors import NonFinite
+from mercer.mixers.names import is_mixer
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
 from mercer.models.layer_names import expand
@@ -157,8 +158,9 @@ class _Study(Study[Part, RecallTrial]):
 
     def _setting(self, name: str, dim: int, rate: float, seed: int, steps: int) -> Setting:
         plan, names = self.plan, expand(name)
+        here = {"position": "none"} if all(map(is_mixer, names)) else {}  # a state has no pairs that ALiBi could weigh
         model = ModelConfig(
-            **MODEL, layers=self.layers, vocab_size=plan.vocabulary, dim=dim, heads=plan.heads, seed=seed,
+            **MODEL | here, layers=self.layers, vocab_size=plan.vocabulary, dim=dim, heads=plan.heads, seed=seed,
             attention=names[0] if len(names) == 1 else names, max_length=plan.length_per_pair * max(plan.pairs),
         )  # fmt: skip
         train = TrainConfig(
