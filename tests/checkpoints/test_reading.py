@@ -342,3 +342,9 @@ def test_an_unknown_device_is_refused(saved):
 def test_a_file_is_no_folder(saved):
     with pytest.raises(InvalidArgument, match=r"model\.safetensors is a file; name its folder"):
         checkpoints.load(saved[1] / "model.safetensors")
+
+
+def test_a_run_is_told_from_its_checkpoints(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match=r"is a run; name one of its checkpoints, .*step-"):
+        checkpoints.open_checkpoint(tmp_path)

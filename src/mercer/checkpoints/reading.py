@@ -136,6 +136,8 @@ def open_checkpoint(
         return Checkpoint(model, "whisper", folder, ignored, source)
     if folder.is_file():
         raise InvalidArgument(f"{folder} is a file; name its folder, which has {CONFIG} too, or a GGUF file")
+    if (folder / "run.json").exists() and not (folder / CONFIG).exists():
+        raise InvalidArgument(f"{folder} is a run; name one of its checkpoints, {folder / 'checkpoints' / 'step-...'}")
     values = read_json(folder / CONFIG)
     if not isinstance(values, dict):
         raise InvalidArgument(f"{folder / CONFIG} must hold a JSON object of configuration keys")
