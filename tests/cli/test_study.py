@@ -44,9 +44,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     [
         (
             ["orders", "--text", "a", "--text", "b", "--seeds", "2", "--steps", "7", "--lr", "0.1"],
-            {"text": ["a", "b"], "seeds": 2, "steps": 7, "learning_rate": 0.1},
+            {"text": ["a", "b"], "seeds": 2, "steps": 7, "learning_rate": 0.1, "layers": None},
         ),
-        (["recall", "--seeds", "2", "--steps", "7"], {"seeds": 2, "steps": 7}),
+        (
+            ["recall", "--seeds", "2", "--steps", "7", "--layers", "8", "--pattern", "7*gla,softmax", "-p", "gla"],
+            {"seeds": 2, "steps": 7, "layers": 8, "attentions": (*COMMON["attentions"], "7*gla,softmax", "gla")},
+        ),
         (["cost"], {}),
         (
             ["approximation", "--text", "a", "--steps", "7", "--target", "0.05"],

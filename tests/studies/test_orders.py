@@ -153,7 +153,7 @@ def test_quick_measures_first_and_gives_all_arms_the_same_steps(shrunk: Path, mo
 
 
 def test_the_measurement_of_a_step_is_a_time(shrunk: Path) -> None:
-    one = orders._Study("quick", shrunk / "s", [shrunk / "text"], ["softmax"], None, 5, None, "cpu", "", True)
+    one = orders._Study("quick", shrunk / "s", [shrunk / "text"], ["softmax"], None, None, 5, None, "cpu", "", True)
     assert 0 < one._seconds_per_step(one.arms[0]) < 10
 
 

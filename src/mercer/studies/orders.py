@@ -59,8 +59,7 @@ BUDGETS: dict[Budget, Plan] = {
     "standard": Plan(ALL, steps=300, seeds=3),
     "full": Plan(ALL, steps=1200, seeds=5),
 }
-LAYERS = 4
-MODEL = {"dim": 128, "heads": 8}
+MODEL = {"dim": 128, "layers": 4, "heads": 8}
 TRAINING = {"batch": 16, "length": 256, "learning_rate": 3e-3, "eval_windows": 96, "keep": 1}
 EVALUATIONS = 8
 
@@ -123,7 +122,7 @@ class _Study(Study[tuple[Arm, int], OrdersTrial]):
         super().__init__(budget, out, device, quiet)
         plan = BUDGETS[budget]
         check_counts(seeds, steps, learning_rate, layers)
-        self.layers = layers or LAYERS
+        self.layers = layers or MODEL["layers"]
         self.recipe = TRAINING | ({} if learning_rate is None else {"learning_rate": learning_rate})
         self.arms = parse_arms(attentions or plan.arms, self.layers)
         self.seeds = list(range(seeds or plan.seeds))
@@ -163,7 +162,7 @@ class _Study(Study[tuple[Arm, int], OrdersTrial]):
         gain = {} if arm.gain_init is None else {"gain": "head", "gain_init": arm.gain_init}
         names = expand(arm.attention)
         return ModelConfig(
-            **MODEL, **gain, layers=self.layers, vocab_size=vocabulary or self.corpus.vocabulary.size, seed=seed,
+            **MODEL | gain | {"layers": self.layers}, vocab_size=vocabulary or self.corpus.vocabulary.size, seed=seed,
             attention=names[0] if len(names) == 1 else names, max_length=TRAINING["length"],
         )  # fmt: skip
 
