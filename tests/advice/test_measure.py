@@ -40,6 +40,7 @@ def test_every_way_is_measured_as_itself():
 
 
 @pytest.mark.slow  # compiles the fused kernels where they are not yet
+@pytest.mark.timeout(600)  # where nothing is compiled yet, every fused kernel is
 def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "LEAST_REPEATS", 1)
     monkeypatch.setattr(measure, "MOST_REPEATS", 2)

@@ -48,12 +48,13 @@ def _read(keys: Keys, _architecture: str) -> ModelConfig:
         inner_norms="learned",
         norm_eps=float(eps),
     )
+    key_heads = keys.take("num_key_value_heads", 8, kind=int)
     return ModelConfig(
         vocab_size=keys.take("vocab_size", 65536, kind=int),
         dim=dim,
         layers=layers,
         heads=keys.take("num_attention_heads", 32, kind=int),
-        kv_heads=keys.take("num_key_value_heads", 8, kind=int),
+        kv_heads=key_heads if "softmax" in names else None,
         attention=names[:period] if period <= layers else names,
         mixers={"mamba": mixer.model_dump(exclude_defaults=True)} if "mamba" in names else {},
         position="none",
