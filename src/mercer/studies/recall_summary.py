@@ -181,9 +181,9 @@ def _fell(known: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
     verdict: Verdict = "supported" if gap <= 0.05 else "refuted"
     return [
         Finding(
-            question="Does a state of fixed size recall as well as the cache?",
+            question="Does another model recall as well as softmax in every layer?",
             verdict=verdict,
-            text=f"At {largest} pairs the best other attention is {label(best.attention)} with "
+            text=f"At {largest} pairs the best other model is {label(best.attention)} with "
             f"{100 * _accuracy(best):.1f} %, {100 * gap:.1f} points from softmax, and {share:.2g} times its bytes of "
             "state.",
         )
