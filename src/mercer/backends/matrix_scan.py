@@ -25,19 +25,10 @@ ALONE = 1 << 19
 """Entries times tokens up to which one thread is quicker than waking others."""
 
 
-def serves(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None = None,
-    remove: tuple[Tensor, Tensor] | None = None,
-    bonus: Tensor | None = None,
-    scale: float = 1.0,  # noqa: ARG001  (the arguments of a call)
-    state: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> bool:
-    """Whether the kernels compute a call: float32 sums on the CPU, not for a compiler, no forward-mode derivative."""
-    tensors = [x for x in (query, key, value, log_decay, *(remove or ()), bonus, state, lengths) if x is not None]
+def serves(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels compute a call of these tensors: float32 sums on the CPU, not for a compiler, no forward-mode
+    derivative."""
+    tensors = [x for x in (query, key, value, *others) if x is not None]
     return (
         not torch.compiler.is_compiling()  # a compiler makes its own kernels of torch's form
         and installed()
@@ -77,7 +68,7 @@ def matrix_scan(
         Unsupported: where :func:`serves` says no.
     """
     a, b = (None, None) if remove is None else remove
-    if not serves(query, key, value, log_decay, remove, bonus, scale, state, lengths):
+    if not serves(query, key, value, log_decay, a, b, bonus, state, lengths):
         reason = "needs the extra cpu: pip install 'mercer[cpu]'" if not installed() else (
             "computes in float32 on the CPU, outside of torch.compile and without forward-mode derivatives"
         )  # fmt: skip

@@ -101,9 +101,14 @@ class Call:
         batch, heads, length, dim = self.key.shape
         entries = batch * heads * dim * self.value.shape[-1]
         large = entries >= LEAST_ENTRIES if length == 1 else entries * length >= LEAST_WORK
-        if large and serves(**vars(self)):
+        if large and self.fusible():
             return "numba"
         return "recurrent" if length <= 1 else "chunked"
+
+    def fusible(self) -> bool:
+        """Whether the fused kernels compute it."""
+        others = (self.log_decay, *(self.remove or ()), self.bonus, self.state, self.lengths)
+        return serves(self.query, self.key, self.value, *others)
 
     @property
     def sums(self) -> torch.dtype:
