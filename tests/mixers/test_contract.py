@@ -156,10 +156,10 @@ def test_float32_is_near_float64(case):
     mixer = build(case, dtype=torch.float32)
     out, state = mixer(x.float(), return_state=True)
     assert out.dtype == torch.float32
-    assert_close(out.double(), exact, rtol=2e-4, atol=2e-4)
+    assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     for name, part in _parts(state).items():
         assert part.dtype in (torch.float32, torch.int64), name
-        assert_close(part.double(), _parts(last)[name].double(), rtol=2e-4, atol=2e-4)
+        assert_close(part.double(), _parts(last)[name].double(), rtol=1e-5, atol=1e-5)
 
 
 @each
@@ -179,7 +179,7 @@ def test_gradients_in_float32_are_near_those_in_float64(case):
         grads.append({"x": x.grad} | named)
     for name, exact in grads[0].items():
         near = grads[1][name].double()
-        assert float((near - exact).norm()) <= 2e-3 * float(exact.norm()) + 1e-6, name
+        assert float((near - exact).norm()) <= 2e-5 * float(exact.norm()) + 1e-7, name
 
 
 @each
