@@ -149,6 +149,28 @@ def test_the_state_of_a_mixer_has_one_size(name, tmp_path):
     assert facts["tokenizer"] == {"tokens": 256, "special": 0}
 
 
+@pytest.mark.parametrize(
+    ("fields", "context", "endless", "scored", "said"),
+    [
+        ({"attention": "mamba"}, None, True, None, "any number of tokens in states of bounded size, so that a text is"),
+        ({"attention": "elu-sum", "position": "none"}, None, True, None, "any number of tokens in states of bounded"),
+        (
+            {"attention": "mamba,softmax", "position": "none"}, None, False, 96,
+            "any number of tokens in states that grow with them; a text is scored by windows of 96;",
+        ),
+        ({"attention": "mamba,softmax", "window": 8}, 96, False, 96, "96 tokens;"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 384, False, 384, "384 tokens;"),
+        ({"allow_longer": True}, None, False, 96, "any number of tokens in states that grow"),
+        ({"attention": "elu-sum", "allow_longer": True}, None, False, 96, "any number of tokens; a text is scored by"),
+    ],
+)  # fmt: skip
+def test_the_limit_of_a_text_is_told(fields, context, endless, scored, said, tmp_path):
+    save_model(DecoderLM(ModelConfig(vocab_size=256, dim=32, layers=2, heads=2, max_length=96, **fields)), tmp_path)
+    facts = info(tmp_path)
+    assert (facts["context"], facts["endless"], facts["scored"]) == ({"tokens": context}, endless, scored)
+    assert f"context: {said}" in CliRunner().invoke(app, ["info", str(tmp_path)]).stdout.splitlines()[1]
+
+
 def test_layers_that_share_a_block_have_both_states(tmp_path):
     shapes = {"dim": 32, "heads": 4, "layers": 3, "shared_at": (0, 2), "mixers": {"mamba2": {"head_dim": 8}}}
     save_model(SharedHybridLM(SharedHybridConfig(vocab_size=256, **shapes)), tmp_path)

@@ -11,7 +11,11 @@ from tests.inference.test_generate import build
 from tests.models.hub_tokenizers import byte_level
 
 from mercer.errors import InvalidArgument, NonFinite
+from mercer.inference.engine import prepare
+from mercer.inference.reading import Reading
 from mercer.inference.score import score
+from mercer.models.shared_hybrid import SharedHybridLM
+from mercer.models.shared_hybrid_config import SharedHybridConfig
 from mercer.models.tokenizer import HubVocabulary
 from mercer.models.vocabulary import BPE, Bytes
 
@@ -140,3 +144,78 @@ def test_logits_that_are_not_finite_are_told():
         model.embedding.weight[98] = float("nan")
     with pytest.raises(NonFinite, match="the model's logits are not finite"):
         score(model, Bytes(), b"aabb")
+
+
+SMALL = {"mamba": {"state": 3}, "mamba2": {"head_dim": 8, "state": 4}}
+ENDLESS = {
+    "mamba": {"attention": "mamba", "mixers": {"mamba": SMALL["mamba"]}},
+    "rwkv7, channel mixing": {"attention": "rwkv7", "feedforward": "rwkv7"},
+    "two mixers": {"attention": "mamba2,gated-deltanet", "mixers": {"mamba2": SMALL["mamba2"]}},
+    "features": {"attention": "taylor2-l2", "position": "none"},
+    "features that fade": {"attention": "elu-sum", "position": "alibi", "kv_heads": 2},
+    "mixers and a window": {
+        "attention": "mamba,softmax", "position": "none", "window": 5, "mixers": {"mamba": SMALL["mamba"]},
+    },
+    "a pattern in a window": {"attention": "exp-l2", "position": "none", "structure": "strided(3)", "window": 9},
+}  # fmt: skip
+ENDING = {
+    "mixers and a softmax": {
+        "attention": "mamba,softmax", "position": "none", "mixers": {"mamba": SMALL["mamba"]},
+    },
+    "alibi": {"position": "alibi"},
+    "a pattern": {"attention": "elu-sum", "position": "none", "structure": "strided(3)"},
+}  # fmt: skip
+
+
+def of_one_forward(model, text):
+    with torch.no_grad():
+        logits = model(torch.tensor([list(text[:-1])]))[0].double()
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(list(text[1:])), reduction="none")
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_without_an_end_a_text_is_one_sequence(name):
+    model = build(**ENDLESS[name], max_length=16)
+    expected = of_one_forward(model, TEXT)
+    for piece in (7, 32):
+        result = score(model, Bytes(), TEXT, piece=piece)
+        assert (result.windows, result.context, result.tokens) == (1, len(TEXT), len(TEXT) - 1)
+        torch.testing.assert_close(result.nats, expected, atol=2e-4, rtol=1e-4)
+    by_windows = score(model, Bytes(), TEXT, context=16, stride=8)
+    assert by_windows.windows == 1 + math.ceil((len(TEXT) - 16) / 8)
+    with pytest.raises(InvalidArgument, match=r"stride=8 is of windows, .* give context=\.\.\. too"):
+        score(model, Bytes(), TEXT, stride=8)
+
+
+@pytest.mark.parametrize("name", ["mamba", "two mixers", "features", "mixers and a window"])
+def test_packed_weights_score_a_text_as_one_sequence_too(name):
+    pytest.importorskip("numba")
+    model = build(**ENDLESS[name], max_length=16)
+    result = score(prepare(model, "as_is"), Bytes(), TEXT, piece=20)
+    assert result.windows == 1
+    torch.testing.assert_close(result.nats, of_one_forward(model, TEXT), atol=5e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_what_grows_with_the_text_is_scored_by_windows(name):
+    model = build(**ENDING[name], max_length=16)
+    result = score(model, Bytes(), TEXT)
+    assert (result.context, result.stride) == (16, 8)
+    torch.testing.assert_close(
+        score(model, Bytes(), TEXT, context=len(TEXT), piece=7).nats, of_one_forward(model, TEXT), atol=2e-4, rtol=1e-4
+    )
+
+
+def test_a_model_has_no_end_if_its_states_do_not_grow():
+    shared = SharedHybridConfig(
+        vocab_size=256, dim=32, heads=4, layers=2, shared_at=(1,), mixers={"mamba2": SMALL["mamba2"]}
+    )
+    models = [build(**fields) for fields in (ENDLESS | ENDING).values()] + [SharedHybridLM(shared).eval()]
+    for model in models:
+        reading, sizes = Reading(model), []
+        for _ in range(3):
+            reading.read([[7] * 40])
+            sizes.append(sum(state.nbytes for state in reading.states))
+        assert model.endless == (sizes[1] == sizes[2])
+    assert not build(attention="elu-sum").endless
+    assert not build(attention="elu-sum", allow_longer=True).endless

@@ -15,7 +15,13 @@ CONTEXTS = (256, 1024, 4096, 16384, 65536)
 
 
 def facts_of(opened: Checkpoint) -> dict[str, Any]:
-    """Architecture, parameters, context, vocabulary, and every layer with the bytes of its state."""
+    """Architecture, parameters, context, vocabulary, and every layer with the bytes of its state.
+
+    Of a language model also whether it is `endless`, and how many tokens `score` reads at once (None: the whole text).
+    """
+    from mercer.inference.score import default_context
+    from mercer.models.decoder import DecoderLM
+
     model = opened.model
     layers = _layers(model)
     kept = [layer["state_bytes"] for layer in layers if "state_bytes" in layer]
@@ -28,6 +34,7 @@ def facts_of(opened: Checkpoint) -> dict[str, Any]:
         "parameters": model.parameter_count,
         "dtypes": _dtypes(model),
         "context": _context(model.config),
+        **({"endless": model.endless, "scored": default_context(model)} if isinstance(model, DecoderLM) else {}),
         **_texts(opened),
         "layers": layers,
         "state_bytes": total,
@@ -57,7 +64,7 @@ def _context(config: Any) -> dict[str, int | None]:
         if config.source == "frames":
             return {"frames": 2 * config.max_source} | target  # the second convolution halves them
         return {"source tokens": None if config.reach is None else config.max_source} | target
-    return {"tokens": None if config.position in ("alibi", "t5", "none") else config.max_length}
+    return {"tokens": getattr(config, "reach", config.max_length)}
 
 
 def _texts(opened: Checkpoint) -> dict[str, Any]:

@@ -107,11 +107,20 @@ def _said(facts: dict[str, Any]) -> str:
     """Context and tokenizer in words."""
     context = (f"{'any number of' if n is None else f'{n:,}'} {what}" for what, n in facts["context"].items())
     words = [f"context: {', '.join(context)}"]
+    if facts.get("endless"):
+        words[0] += " in states of bounded size, so that a text is scored as one sequence"
+    elif facts["context"].get("tokens", 0) is None and facts.get("scored"):
+        grows = " in states that grow with them" if _grows(facts["state_bytes"]) else ""
+        words[0] += f"{grows}; a text is scored by windows of {facts['scored']:,}"
     if facts["tokenizer"] is not None:
         words.append(f"tokenizer: {facts['tokenizer']['tokens']:,} tokens")
     elif "no_tokenizer" in facts:
         words.append(f"no tokenizer ({facts['no_tokenizer']})")
     return "; ".join([*words, *(["with a chat template"] if facts["chat"] else [])])
+
+
+def _grows(sizes: dict[str, int] | None) -> bool:
+    return sizes is not None and sizes[str(CONTEXTS[-1])] > sizes[str(CONTEXTS[-2])]
 
 
 def _layers(facts: dict[str, Any]) -> Any:

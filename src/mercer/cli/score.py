@@ -22,7 +22,11 @@ def score(
     model: options.Model,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of a window (as many as the model reaches or was trained for).", show_default=False),
+        typer.Option(
+            help="Tokens of a window (the whole text for a model whose positions have no end and whose states have a "
+            "bounded size, else as many as it reaches or was trained for).",
+            show_default=False,
+        ),
     ] = None,
     stride: Annotated[
         int | None,
@@ -45,7 +49,7 @@ def score(
     """Score texts: perplexity by token and bits by byte.
 
     A text longer than the context is read in windows. Each token is scored once, with at least context - stride tokens
-    before it where there are so many.
+    before it where there are so many. Models of recurrent mixers read the whole text as one sequence.
     """
     from mercer.cli.flags import as_typed
     from mercer.inference.score import score as score_text

@@ -89,6 +89,11 @@ class Engine:
         """The longest sequence that the model does not refuse; None: any."""
         return self.model.reach
 
+    @property
+    def endless(self) -> bool:
+        """Whether the model reads a text of any length as one sequence, in states of bounded size."""
+        return self.model.endless
+
     def parameters(self) -> Iterator[Tensor]:
         """The tensors that are not packed, such as norms: on the device and of the dtype of the model."""
         return self.model.parameters()

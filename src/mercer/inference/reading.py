@@ -24,8 +24,9 @@ class CausalModel(Protocol):
     ``model(tokens, padding=None, states=None, return_states=True)`` gives logits [B, T, V] and a state for each layer;
     padding is bool [B, T], True for real tokens, in any place. ``model.config.vocab_size`` is V, and
     ``model.config.refuses_states``, if there is one, says why no state can continue it. A model with ``reach``
-    refuses longer sequences, and one with ``hidden`` (the same call) and ``score`` (from its result to logits) is asked
-    for the logits that are wanted alone.
+    refuses longer sequences, one whose ``endless`` is True takes a text of any length as one sequence, in states of
+    bounded size, and one with ``hidden`` (the same call) and ``score`` (from its result to logits) is asked for the
+    logits that are wanted alone.
     """
 
     config: Any

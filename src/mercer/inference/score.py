@@ -86,14 +86,16 @@ def score(
     Its tokens are those of ``vocabulary.encode``, after the special tokens that a text begins with, if any, which are
     not scored. A text longer than ``context`` is read in windows that each begin with those special tokens: the first
     scores all of its tokens, each later one only its last ``stride``, so that every token is scored once, and with at
-    least context - stride tokens before it, unless the text has fewer.
+    least context - stride tokens before it, unless the text has fewer. Whatever the length of a window, it is read in
+    pieces that go on from the states of those before, which changes nothing but the memory that it takes.
 
     Args:
         model: see `CausalModel`.
         vocabulary: its vocabulary.
         data: the text.
-        context: tokens of a window, the special ones included. None: as many as the model reaches or was trained for,
-            the whole text if it says neither.
+        context: tokens of a window, the special ones included. None: the whole text if the model is ``endless``, as one
+            of mixers is, so that every token is scored given all before it; else as many as the model reaches or was
+            trained for, and the whole text if it says neither.
         stride: from 1 to context - 1 (less, if several special tokens begin a text). None: half of context.
         piece: tokens read at once, without a state if a window has no more (default 2,048); a model that no state can
             continue reads each window at once.
@@ -108,7 +110,13 @@ def score(
     if len(tokens) + len(beginning) < 2 or not tokens:
         raise InvalidArgument("the text has no token that follows another, so there is nothing to score")
     least = 1 + max(len(beginning), 1)
-    context = _context(model, len(beginning) + len(tokens)) if context is None else context
+    if stride is not None and context is None and getattr(model, "endless", False):
+        raise InvalidArgument(
+            f"stride={stride} is of windows, and this model reads the whole text as one sequence: give context=... too"
+        )
+    if context is None:
+        text, longest = len(beginning) + len(tokens), default_context(model)
+        context = text if longest is None else min(longest, text)
     if not whole(context) or context < least:
         raise InvalidArgument(f"context={context} must be a whole number, and at least {least}")
     most = context - max(len(beginning), 1)
@@ -135,9 +143,13 @@ def score(
     return Score(torch.cat(nats), len(data) - skipped, context, stride, windows)
 
 
-def _context(model: CausalModel, whole: int) -> int:
-    longest = getattr(model, "reach", None) or getattr(model.config, "max_length", None)
-    return whole if longest is None else min(longest, whole)
+def default_context(model: CausalModel) -> int | None:
+    """Tokens of a window of `score` if nothing is said: as many as the model reaches or was trained for. None: the
+    whole text, as for a model that is ``endless`` or says neither.
+    """
+    if getattr(model, "endless", False):
+        return None
+    return getattr(model, "reach", None) or getattr(model.config, "max_length", None)
 
 
 def _windows(length: int, first: int, room: int, stride: int) -> Iterator[tuple[int, int, int]]:

@@ -16,6 +16,7 @@ from mercer.mixers.names import is_mixer
 from mercer.models.bricks import make_attention, make_block, make_mixer_block, make_norm
 from mercer.models.config import ModelConfig
 from mercer.models.configured import ConfiguredModel
+from mercer.models.endless import is_endless
 from mercer.models.initial import generator_of, initialise, undrawn_embedding
 from mercer.models.token_ids import token_ids
 from mercer.models.visibility import causal_structure
@@ -67,6 +68,11 @@ class DecoderLM(ConfiguredModel):
     def _make_blocks(self, rotary: Rotary | None) -> nn.ModuleList:
         """The layers. rotary: of their attentions."""
         return nn.ModuleList(_block(self.config, layer, rotary) for layer in range(self.config.layers))
+
+    @property
+    def endless(self) -> bool:
+        """Whether it reads a text of any length as one sequence, in states of bounded size: `is_endless`."""
+        return is_endless(self)
 
     @property
     def head_weight(self) -> Tensor:
