@@ -51,7 +51,7 @@ class _Scan(torch.autograd.Function):
         return out, last
 
     @staticmethod
-    @first_order
+    @first_order(instead="linear_recurrence with form='recurrent'")
     def backward(ctx: Any, grad: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
         from mercer.backends import channel_scan_kernels as kernels
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from mercer.backends import polynomial_table as at
 from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.features import monomial_count, raising_table
-from mercer.core.first_order import first_order
+from mercer.core.first_order import DENSE, first_order
 from mercer.core.kernels import Kernel
 from mercer.core.merged import Merged
 from mercer.core.support import Sizes
@@ -161,7 +161,7 @@ class _Scan(torch.autograd.Function):
         return out, None if options.divide else denominator, final, final_mass
 
     @staticmethod
-    @first_order
+    @first_order(instead=DENSE)
     def backward(
         ctx: Any,
         grad_out: Tensor | None,

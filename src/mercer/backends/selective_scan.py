@@ -104,7 +104,7 @@ class _Scan(torch.autograd.Function):
         return found
 
     @staticmethod
-    @first_order
+    @first_order(instead="selective_scan with form='chunked'")
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         from mercer.backends import selective_scan_kernels as kernels
 

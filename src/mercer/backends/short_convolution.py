@@ -68,7 +68,7 @@ class _Convolution(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @first_order
+    @first_order(instead="float64, which torch's operators convolve")
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         from mercer.backends import short_convolution_kernels as kernels
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from mercer.backends import softmax_table as at
 from mercer.backends.sharing import installed, share, share_each, threads_for
 from mercer.core.cost import visible_pairs
-from mercer.core.first_order import first_order
+from mercer.core.first_order import DENSE, first_order
 from mercer.core.kernels import Exp, Kernel
 from mercer.core.layout import Layout
 from mercer.core.merged import Merged
@@ -234,7 +234,7 @@ class _Softmax(torch.autograd.Function):
         return out.to(dtype), log_sum
 
     @staticmethod
-    @first_order
+    @first_order(instead=DENSE)
     def backward(ctx: Any, grad_out: Tensor | None, grad_log_sum: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
         if grad_out is None:

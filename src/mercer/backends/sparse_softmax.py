@@ -20,7 +20,7 @@ from mercer.backends import sparse_table as at
 from mercer.backends.sharing import share_each, threads_for
 from mercer.backends.softmax import Tables, check, laid_out, rows_of, scratch
 from mercer.backends.sparse_program import LANES, Program, by_head, program
-from mercer.core.first_order import first_order
+from mercer.core.first_order import DENSE, first_order
 from mercer.core.layout import Layout
 from mercer.core.places import Geometry, firsts
 from mercer.core.schedule import schedule
@@ -140,7 +140,7 @@ class _Sparse(torch.autograd.Function):
         return out.to(dtype), log_sum
 
     @staticmethod
-    @first_order
+    @first_order(instead=DENSE)
     def backward(ctx: Any, grad_out: Tensor | None, grad_log_sum: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
         if grad_out is None:

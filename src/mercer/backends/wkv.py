@@ -76,7 +76,7 @@ class _Average(torch.autograd.Function):
         return out, after[0], after[1], after[2]
 
     @staticmethod
-    @first_order
+    @first_order(instead="wkv with form='recurrent'")
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         key, value, decay, bonus, num, den, peak, lengths, new_num, new_den, _ = ctx.saved_tensors
         grad_out, *later = grads

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mercer.core.constant_result import constant_result
-from mercer.core.first_order import first_order
+from mercer.core.first_order import DENSE, first_order
 
 
 def monomial_count(dim: int, degree: int) -> int:
@@ -70,7 +70,7 @@ class _Raise(torch.autograd.Function):
         return out.mul_(weight.to(x))
 
     @staticmethod
-    @first_order
+    @first_order(instead=DENSE)
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
         x, below = ctx.saved_tensors
         starts, weight = _starts(x.shape[-1], ctx.degree), _weights(x.shape[-1], ctx.degree)

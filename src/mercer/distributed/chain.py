@@ -182,7 +182,7 @@ class _Run(torch.autograd.Function):
         return query.view_as(query), *found
 
     @staticmethod
-    @first_order
+    @first_order(instead="one process with form='dense'")
     def backward(ctx: Any, *all_grads: Tensor) -> tuple[Tensor | None, ...]:
         chain: Chain = ctx.chain
         grad_query, *grads = all_grads

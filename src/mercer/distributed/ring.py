@@ -94,7 +94,7 @@ class _Ring(torch.autograd.Function):
         return rows.numerator, rows.denominator, factor
 
     @staticmethod
-    @first_order
+    @first_order(instead="one process with form='dense'")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, slopes, query_log, key_log, numerator, denominator, log_sum = ctx.saved_tensors
         engine, link, overlap, slabs = ctx.call

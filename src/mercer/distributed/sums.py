@@ -27,7 +27,7 @@ class _Cumulative(torch.autograd.Function):
         return _sums(x, sharding, link, backwards=False)
 
     @staticmethod
-    @first_order
+    @first_order(instead="one process with form='dense'")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         return _sums(grads[0].contiguous(), *ctx.call, backwards=True), None, None
 

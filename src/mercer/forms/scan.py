@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mercer.core.first_order import first_order
+from mercer.core.first_order import DENSE, first_order
 from mercer.core.kernels import Kernel
 from mercer.core.support import FEATURE_CHUNK
 
@@ -172,7 +172,7 @@ class _Causal(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @first_order
+    @first_order(instead=DENSE)
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, log, state, final = ctx.saved_tensors
         grad_out, grad_final = grads
@@ -316,7 +316,7 @@ class _Full(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @first_order
+    @first_order(instead=DENSE)
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, final = ctx.saved_tensors
         kernel: Kernel = ctx.kernel

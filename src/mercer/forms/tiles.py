@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mercer.core.first_order import first_order
+from mercer.core.first_order import DENSE, first_order
 from mercer.core.kernels import Kernel
 from mercer.core.layout import Layout, with_weights
 from mercer.core.places import Geometry, Index, firsts
@@ -305,7 +305,7 @@ class _Tiles(torch.autograd.Function):
         return numerator, denominator, factor
 
     @staticmethod
-    @first_order
+    @first_order(instead=DENSE)
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, slopes, query_log, key_log, pair_log, factor = ctx.saved_tensors
         kernel, layout = ctx.call

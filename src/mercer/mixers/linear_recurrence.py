@@ -109,7 +109,7 @@ class _Scan(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
+    @first_order(instead="linear_recurrence with form='recurrent'")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         log_decay, out, state = ctx.saved_tensors
         length = out.shape[1]

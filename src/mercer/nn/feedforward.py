@@ -79,7 +79,7 @@ class _GatedLinear(torch.autograd.Function):
         return ctx.activation.apply(planes[0]).mul_(planes[1])
 
     @staticmethod
-    @first_order
+    @first_order(instead="g(x G^T) * (x U^T) written out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, planes = ctx.saved_tensors
         hidden = weight.shape[0] // 2

@@ -145,7 +145,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @first_order
+    @first_order(instead="torch.nn.functional.cross_entropy of the logits")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad * ctx.rest
         grad_hidden, grad_weight = (

@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.mul(x, scale).mul_(weight)
 
     @staticmethod
-    @first_order
+    @first_order(instead="torch.nn.functional.rms_norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         normed = x * scale

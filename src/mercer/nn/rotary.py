@@ -279,7 +279,7 @@ class _SplitAndTurn(torch.autograd.Function):
         return turned[:, :, :heads], turned[:, :, heads:], qkv[:, :, heads + kv_heads :]
 
     @staticmethod
-    @first_order
+    @first_order(instead="Rotary's own call on queries and on keys")
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         turns = Turns(*ctx.saved_tensors, ctx.step)
         heads, kv_heads = ctx.like
