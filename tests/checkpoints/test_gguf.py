@@ -117,7 +117,7 @@ def test_files_that_are_cut_off(theirs, tmp_path, share):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda writer: writer.add_head_count(0), "heads: Input should be greater than or equal to 1"),
+        (lambda writer: writer.add_head_count(0), "heads must be 1 or more"),
         (lambda writer: writer.add_head_count(2), "lacks "),
     ],
 )

@@ -86,7 +86,7 @@ def test_what_cannot_be_computed_is_refused(tmp_path):
         ({"head": "classes"}, 'classes goes with head "classes"'),
         ({"image": [16]}, "image"),
         ({"image": True}, "image"),
-        ({"patch": [4, 0]}, "patch.1: Input should be greater than or equal to 1"),
+        ({"patch": [4, 0]}, "patch.1 must be 1 or more"),
     ],
 )
 def test_configurations_that_do_not_fit(values, sentence):

@@ -187,7 +187,7 @@ def test_gated_deltanet_is_the_layer_of_qwen3_next():
         ("deltanet", {"key_expand": 0.1}, "whole number of key channels"),
         ("gated-deltanet", {"heads": 5}, "whole number of key channels in each head: 0.75"),
         ("deltanet", {"window": 5}, "window: no such option; there are heads, key_expand"),
-        ("gla", {"rank": 0}, "rank: Input should be greater than or equal to 1"),
+        ("gla", {"rank": 0}, "rank must be 1 or more"),
     ],
 )
 def test_sizes_that_do_not_fit(name, options, said):

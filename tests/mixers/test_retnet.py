@@ -85,8 +85,8 @@ def test_the_sum_is_that_of_flash_linear_attention():
         (24, 5, {}, "even number of key channels"),
         (24, 3, {"value_expand": 0.7}, "whole number of value channels in each head: 0.7"),
         (24, 0, {}, "even number of key channels"),
-        (24, 3, {"value_expand": float("inf")}, "value_expand: Input should be a finite number"),
-        (24, 3, {"rope_base": float("inf")}, "rope_base: Input should be a finite number"),
+        (24, 3, {"value_expand": float("inf")}, "value_expand must be a finite number"),
+        (24, 3, {"rope_base": float("inf")}, "rope_base must be a finite number"),
     ],
 )
 def test_sizes_that_do_not_fit(dim, heads, options, said):

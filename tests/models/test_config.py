@@ -43,8 +43,8 @@ def test_structures_are_kept_by_name(given, name):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({}, "vocab_size: required"),
-        ({"vocab_size": 10, "widht": 3}, "widht: no such key"),
+        ({}, "vocab_size must be given"),
+        ({"vocab_size": 10, "widht": 3}, "'widht' is unknown"),
         ({"vocab_size": 10, "heads": 3}, "dim 128 is not a multiple of 3 heads"),
         ({"vocab_size": 10, "kv_heads": 3}, "kv_heads 3 does not divide heads 8"),
         ({"vocab_size": 10, "head_dim": 5}, "even head_dim, not 5"),
@@ -65,13 +65,13 @@ def test_structures_are_kept_by_name(given, name):
         ({"vocab_size": 10, "structure": "strided(4)", "attention": "exp@8:elu-sum"}, "window of its own: leave"),
         ({"vocab_size": 10, "window": 4, "attention": "exp@8:elu-sum"}, "under window 4: .* leave Window out"),
         ({"vocab_size": 10, "structure": "bigbird(4, heads=2)"}, "is for 2 heads, but the model has 8"),
-        ({"vocab_size": 10, "seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"vocab_size": 10, "seed": -1}, "seed must be 0 or more"),
         ({"vocab_size": 10, "gain": "head"}, "normaliser is L2, RMS or layernorm"),
         ({"vocab_size": 10, "gain_init": 0.5}, "gain_init needs gain"),
         ({"vocab_size": 10, "layers": 0}, "layers"),
         ({"vocab_size": 10, "position": "polar"}, "position"),
-        ({"vocab_size": 10, "attention_scale": float("nan")}, "attention_scale: Input should be a finite number"),
-        ({"vocab_size": 10, "init_std": float("inf")}, "init_std: Input should be a finite number"),
+        ({"vocab_size": 10, "attention_scale": float("nan")}, "attention_scale must be a finite number"),
+        ({"vocab_size": 10, "init_std": float("inf")}, "init_std must be a finite number"),
     ],
 )
 def test_bad_configurations_are_one_sentence(values, sentence):
@@ -83,7 +83,7 @@ def test_bad_configurations_are_one_sentence(values, sentence):
 @pytest.mark.parametrize("name", ["gain_init", "attention_scale", "rope_base", "norm_eps", "init_std"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_are_finite(name, value):
-    with pytest.raises(InvalidArgument, match=f"{name}: Input should be a finite number"):
+    with pytest.raises(InvalidArgument, match=f"{name} must be a finite number"):
         ModelConfig(**{"vocab_size": 10, "attention": "exp-l2", "gain": "head", name: value})
 
 

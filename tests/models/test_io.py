@@ -105,7 +105,7 @@ def test_tensors_must_be_exactly_those_of_the_model(folder, change, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"wings": 2}, "wings: no such key"),
+        ({"wings": 2}, "'wings' is unknown"),
         ({"layers": 3}, "is not the configuration"),
         ({"attention": "softmax"}, "L2, RMS or layernorm"),
         ({"rope_base": 500.0}, "is not the configuration"),  # no shape would have told

@@ -56,14 +56,14 @@ def test_with_a_zero_gradient_only_the_decaying_ones_shrink():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": 0}, "steps: Input should be greater than or equal to 1"),
-        ({"batch": 10, "accumulate": 4}, "its fields: accumulate=4 must divide batch=10"),
-        ({"steps": 5, "warmup": 6}, "its fields: warmup=6 must not exceed steps=5"),
-        ({"learning_rat": 1}, "learning_rat: no such key"),
-        ({"dtype": "float16"}, "dtype: Input should be 'float32' or 'bfloat16'"),
-        ({"learning_rate": float("nan")}, "learning_rate: Input should be"),
-        ({"clip": float("inf")}, "clip: Input should be a finite number"),
-        ({"epsilon": float("inf")}, "epsilon: Input should be a finite number"),
+        ({"steps": 0}, "steps must be 1 or more"),
+        ({"batch": 10, "accumulate": 4}, "accumulate=4 must divide batch=10"),
+        ({"steps": 5, "warmup": 6}, "warmup=6 must not exceed steps=5"),
+        ({"learning_rat": 1}, "'learning_rat' is unknown"),
+        ({"dtype": "float16"}, "dtype must be 'float32' or 'bfloat16', not 'float16'"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a finite number, not nan"),
+        ({"clip": float("inf")}, "clip must be a finite number"),
+        ({"epsilon": float("inf")}, "epsilon must be a finite number"),
     ],
 )
 def test_a_wrong_recipe_is_one_sentence(values, message):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mercer.errors import InvalidArgument
+from mercer.runtime.faults import faults
 
 if TYPE_CHECKING:
     from mercer.mixers.base import Mixer
@@ -28,13 +29,7 @@ class MixerConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            plain = {"extra_forbidden": f"no such option; there are {', '.join(type(self).model_fields) or 'none'}"}
-            faults = [
-                f"{'.'.join(map(str, fault['loc'])) or 'its options'}: "
-                f"{plain.get(fault['type'], fault['msg'].removeprefix('Value error, '))}"
-                for fault in error.errors()
-            ]
-            raise InvalidArgument("; ".join(faults)) from error
+            raise InvalidArgument(faults(error, type(self).model_fields)) from error
 
     @abstractmethod
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> Mixer:

@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from mercer.errors import InvalidArgument
 from mercer.models.experts_config import ExpertsConfig
+from mercer.runtime.faults import faults
 from mercer.runtime.words import count
 
 if TYPE_CHECKING:
@@ -130,13 +131,7 @@ class BlockConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            plain = {"extra_forbidden": "no such key", "missing": "required"}
-            faults: list[str] = []
-            for fault in error.errors():
-                where = "".join(f"{part}." for part in fault["loc"]).rstrip(".")  # empty: of several fields
-                what = plain.get(fault["type"], fault["msg"].removeprefix("Value error, "))
-                faults.append(f"{where}: {what}" if where else what)
-            raise InvalidArgument(f"model configuration: {'; '.join(faults)}") from error
+            raise InvalidArgument(f"model configuration: {faults(error, type(self).model_fields)}") from error
 
     def __hash__(self) -> int:  # options may be dictionaries
         return hash(self.model_dump_json())

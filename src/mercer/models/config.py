@@ -131,7 +131,8 @@ class ModelConfig(BlockConfig):
 
         if isinstance(values, dict) and "position" not in values:
             pattern = as_layers(values.get("attention"))
-            if all(map(is_mixer, (pattern,) if isinstance(pattern, str) else pattern or ("",))):
+            names = pattern if isinstance(pattern, tuple) and pattern else (pattern,)  # or what will be refused
+            if all(isinstance(name, str) and is_mixer(name) for name in names):
                 return {**values, "position": "none"}
         return values
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mercer.errors import InvalidArgument
+from mercer.runtime.faults import faults
 
 
 class TrainConfig(BaseModel):
@@ -62,12 +63,7 @@ class TrainConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            plain = {"extra_forbidden": "no such key"}
-            faults: list[str] = []
-            for fault in error.errors():
-                where = ".".join(map(str, fault["loc"])) or "its fields"
-                faults.append(f"{where}: {plain.get(fault['type'], fault['msg'].removeprefix('Value error, '))}")
-            raise InvalidArgument(f"training configuration: {'; '.join(faults)}") from error
+            raise InvalidArgument(f"training configuration: {faults(error, type(self).model_fields)}") from error
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
