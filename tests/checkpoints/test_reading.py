@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mercer import checkpoints
+from mercer.checkpoints.family import family_of, find_family
 from mercer.errors import InvalidArgument, StorageError, Unsupported
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
@@ -277,9 +278,26 @@ def test_what_the_format_cannot_say_is_refused(saved, tmp_path):
         checkpoints.save(model.with_attention("taylor4-l2"), tmp_path / "a", family="llama")
     with pytest.raises(Unsupported, match="gpt2 has no way to say"):
         checkpoints.save(model, tmp_path / "b", family="gpt2")
-    with pytest.raises(Unsupported, match="no architecture of the hub is this model"):
+    with pytest.raises(Unsupported, match="no architecture of the hub is this model") as caught:
         checkpoints.save(model.with_attention("taylor4-l2"), tmp_path / "c")
+    assert str(caught.value) == (
+        "no architecture of the hub is this model, the closest being llama, mistral and mixtral: llama has no way "
+        "to say attention = 'taylor4-l2'; mercer.models.io.save_model keeps the model as it is, and family=... tells what "
+        "another architecture lacks"
+    )
     assert not list(tmp_path.iterdir())
+
+
+def test_the_closest_architecture_is_that_with_the_fewest_lacks():
+    fields = {"vocab_size": 50, "dim": 32, "heads": 4, "layers": 2, "feedforward": "gelu", "norm": "layer"}
+    with pytest.raises(
+        Unsupported, match=r"the closest being gpt2 and gpt_neox: gpt2 has no way to say position = 'alibi';"
+    ):
+        family_of(ModelConfig(**fields, hidden=128, position="alibi", bias=True))
+    with pytest.raises(Unsupported, match="llama has no way to say norm = 'layer', position = 'alibi', feedforward ="):
+        find_family("llama").write_config(ModelConfig(**fields, position="alibi"))
+    with pytest.raises(Unsupported, match=r"no architecture of the hub is made of a NoneType$"):
+        family_of(None)
 
 
 def test_nothing_is_overwritten(saved, tmp_path):

@@ -186,7 +186,7 @@ def test_gated_deltanet_is_the_layer_of_qwen3_next():
         ("gla", {"value_expand": 0.3}, "whole number of value channels"),
         ("deltanet", {"key_expand": 0.1}, "whole number of key channels"),
         ("gated-deltanet", {"heads": 5}, "whole number of key channels in each head: 0.75"),
-        ("deltanet", {"window": 5}, "window: no such option; there are heads, key_expand"),
+        ("deltanet", {"window": 5}, "'window' is unknown; there are heads, key_expand"),
         ("gla", {"rank": 0}, "rank must be 1 or more"),
     ],
 )

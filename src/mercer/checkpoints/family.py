@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -13,6 +13,7 @@ from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names
 from mercer.checkpoints.source import Source
 from mercer.errors import InvalidArgument, Unsupported
+from mercer.runtime.words import listed
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,14 @@ class Family:
     prefix: str = ""
     renamed: Callable[[str], str] | None = None
     settled: Callable[[Any, Keys, Source], Any] | None = None
+
+
+class Unsayable(Unsupported):
+    """Fields of a configuration for which a family has no keys, each as ``name = value``."""
+
+    def __init__(self, family: str, fields: Sequence[str]) -> None:
+        super().__init__(f"{family} has no way to say {listed(fields)}")
+        self.fields = fields
 
 
 _HOMES = {
@@ -93,9 +102,9 @@ def family_of(config: Any) -> Family:
     """The first family that can say a configuration.
 
     Raises:
-        Unsupported: none can; the message has what each found missing.
+        Unsupported: none can; the message names those that come closest, and what the first of them lacks.
     """
-    reasons: list[str] = []
+    lacking: list[tuple[int, str, str]] = []
     for name in families():
         family = find_family(name)
         if not isinstance(config, family.config):
@@ -103,12 +112,17 @@ def family_of(config: Any) -> Family:
         try:
             family.write_config(config)
         except Unsupported as error:
-            reasons.append(f"{name}: {error}")
+            lacking.append((len(error.fields) if isinstance(error, Unsayable) else 1, name, str(error)))
         else:
             return family
+    if not lacking:
+        raise Unsupported(f"no architecture of the hub is made of a {type(config).__name__}")
+    least = min(lacking)[0]
+    closest = [name for count, name, _ in lacking if count == least]
+    why = next(message for count, _, message in lacking if count == least)
     raise Unsupported(
-        "no architecture of the hub is this model; mercer.models.io.save_model keeps it as it is "
-        f"({'; '.join(reasons) or type(config).__name__})"
+        f"no architecture of the hub is this model, the closest being {listed(closest[:3])}: {why}; "
+        "mercer.models.io.save_model keeps the model as it is, and family=... tells what another architecture lacks"
     )
 
 

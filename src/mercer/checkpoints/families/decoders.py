@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from mercer.checkpoints.family import Unsayable
 from mercer.checkpoints.keys import Keys
 from mercer.checkpoints.mapping import Names, PerHead, Rule, Twin, same
 from mercer.errors import InvalidArgument, Unsupported
@@ -87,8 +88,9 @@ def refuse_all_but(config: BlockConfig, family: str, **allowed: Any) -> None:
     must have their defaults. What only training reads may have any value.
 
     Raises:
-        Unsupported: a field has another value.
+        Unsayable: fields have other values; the message has all of them.
     """
+    unsaid: list[str] = []
     training = {"seed", "init_std", "allow_longer"}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
@@ -99,7 +101,9 @@ def refuse_all_but(config: BlockConfig, family: str, **allowed: Any) -> None:
                 continue
         elif value == field.get_default(call_default_factory=True):
             continue
-        raise Unsupported(f"{family} has no way to say {name} = {value!r}")
+        unsaid.append(f"{name} = {value!r}")
+    if unsaid:
+        raise Unsayable(family, unsaid)
 
 
 def qkv(ours: str, theirs: Sequence[str], config: ModelConfig, *, parts: Sequence[str] = ("weight",)) -> list[Rule]:

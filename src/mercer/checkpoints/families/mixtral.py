@@ -30,10 +30,10 @@ def _read(keys: Keys, _architecture: str) -> ModelConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
+    refuse_all_but(config, "mixtral", **SHAPE, hidden=None, window=None, experts=None)
     experts = config.experts
     if experts is None:
         raise Unsupported("mixtral has experts in every layer")
-    refuse_all_but(config, "mixtral", **SHAPE, hidden=None, window=None, experts=None)
     said = ExpertsConfig(count=experts.count, chosen=experts.chosen, balance=experts.balance)
     if experts != said:
         raise Unsupported(f"mixtral has no way to say experts = {experts!r}")
