@@ -217,11 +217,11 @@ def test_initial_values():
 
 def test_refusals():
     for name, options, message in (
-        ("s4d", {"init": "hippo"}, "init: "),
-        ("s4d", {"state": 0}, "state: "),
+        ("s4d", {"init": "hippo"}, "init must be .lin., .inv., .legs. or .real., not .hippo."),
+        ("s4d", {"state": 0}, "state must be 1 or more, not 0"),
         ("s4d", {"step_least": 0.2}, "step_most 0.1 is below step_least 0.2"),
-        ("s4", {"rule": "zoh"}, "rule: no such option"),
-        ("s4", {"form": "dense"}, "form: "),
+        ("s4", {"rule": "zoh"}, ".rule. is unknown; there are"),
+        ("s4", {"form": "dense"}, "form must be .auto."),
     ):
         with pytest.raises(InvalidArgument, match=message):
             mixer_config(name, options)

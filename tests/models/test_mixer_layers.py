@@ -138,7 +138,7 @@ def test_one_name_swaps_the_layers_of_attention():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"mixers": {"sums": {"size": 1}}}, "the options of sums: size: no such option; there are factor"),
+        ({"mixers": {"sums": {"size": 1}}}, "the options of sums: 'size' is unknown; there are factor"),
         ({"mixers": {"mamba": {}}}, "mixers has options of 'mamba', which attention does not name"),
         ({"attention": "sums", "kv_heads": 1}, "kv_heads is for layers that are attentions"),
         ({"attention": "sums", "bias": ("query",)}, "bias is for layers that are attentions"),

@@ -11,6 +11,10 @@ from mercer.core.structures import Structure, at_least, tensors_only
 from mercer.errors import InvalidArgument
 
 
+GONE = 1e4
+"""What no logarithm of a decay falls below minus of: exp(-GONE) is 0 in every dtype."""
+
+
 @dataclass(frozen=True, eq=False)
 class Alibi(Structure):
     """Log-weight -slope_h |i - j|, distances exact in any dtype; differentiable in the slopes.
@@ -87,7 +91,8 @@ class Decay(Structure):
         rate: ``[H]`` per head or ``[B, H, L]`` per token, in (0, 1]; H is 1, the number of key heads, or of query
             heads; L that of keys.
         log_rate: the same as logarithms, 0 or less. Give exactly one of the two; gates near 1 keep their precision as
-            logarithms.
+            logarithms. Below -10,000 they count as that and have a gradient of 0: the past is forgotten either way, and
+            sums of logarithms would lose the digits of other tokens' rates.
         complement: also weigh what token j adds by 1 - rate_j, so that the weights of a long past sum to 1: the
             recency gate of random-feature attention, S_j = rate_j S_{j-1} + (1 - rate_j) phi(k_j) v_j^T. (By pairs
             the gradient of a rate of exactly 1 leaves this factor out.)
@@ -118,8 +123,8 @@ class Decay(Structure):
         return (self.rate if self.rate is not None else self.log_rate).dim() == 3  # pyright: ignore[reportOptionalMemberAccess]
 
     def logs(self) -> Tensor:
-        """Logarithms of the rates in float64, ``[1, H, 1]`` or ``[B, H, L]``."""
-        logs = self.log_rate.double() if self.log_rate is not None else self.rate.double().log()  # pyright: ignore[reportOptionalMemberAccess]
+        """Logarithms of the rates in float64, ``[1, H, 1]`` or ``[B, H, L]``, none below -GONE."""
+        logs = self.log_rate.double().clamp_min(-GONE) if self.log_rate is not None else self.rate.double().log()  # pyright: ignore[reportOptionalMemberAccess]
         return logs.view(1, -1, 1) if logs.dim() == 1 else logs
 
     def __str__(self) -> str:

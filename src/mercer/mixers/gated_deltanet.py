@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mercer.mixers.deltanet import DeltaNet
-from mercer.mixers.steps import draw_log_rate, draw_step_bias
+from mercer.mixers.steps import decay_of, draw_log_rate, draw_step_bias, rates
 
 
 class GatedDeltaNet(DeltaNet):
@@ -66,4 +66,4 @@ class GatedDeltaNet(DeltaNet):
     def _log_decay(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         step = nn.functional.softplus(self.alpha(x).to(wide) + self.step_bias.to(wide))
-        return (-self.log_rate.to(wide).exp() * step).transpose(1, 2)
+        return decay_of(rates(self.log_rate, wide) * step).transpose(1, 2)

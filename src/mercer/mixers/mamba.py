@@ -13,7 +13,7 @@ from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
 from mercer.mixers.selective_scan import selective_scan
 from mercer.mixers.short_convolution import ShortConvolution
-from mercer.mixers.steps import draw_step_bias
+from mercer.mixers.steps import draw_step_bias, rates
 from mercer.nn.experts import ExpertLinear
 from mercer.nn.norms import RMSNorm
 
@@ -136,7 +136,7 @@ class Mamba(Mixer):
         return selective_scan(
             x,
             nn.functional.linear(step, self.step.weight[own]),
-            -self.log_rate[own].to(wide).exp(),
+            -rates(self.log_rate[own], wide),
             write,
             read,
             skip=self.skip[own],

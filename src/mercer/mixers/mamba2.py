@@ -13,7 +13,7 @@ from mercer.mixers.base import Mixer
 from mercer.mixers.decayed_sum import decayed_sum
 from mercer.mixers.head_norm import HeadNorm
 from mercer.mixers.short_convolution import ShortConvolution
-from mercer.mixers.steps import draw_log_rate, draw_step_bias
+from mercer.mixers.steps import decay_of, draw_log_rate, draw_step_bias, rates
 
 
 class Mamba2(Mixer):
@@ -140,12 +140,12 @@ class Mamba2(Mixer):
             for part in (keys, queries)
         )  # fmt: skip
         steps = step.view(batch, length, groups, share).permute(0, 2, 3, 1).flatten(0, 1)
-        rates = self.log_rate.to(step.dtype).exp().view(groups, share, 1).repeat(batch, 1, 1)
+        rate = rates(self.log_rate, step.dtype).view(groups, share, 1).repeat(batch, 1, 1)
         out, sums = decayed_sum(
             query,
             key,
             heads * steps.unsqueeze(-1),
-            -steps * rates,
+            decay_of(steps * rate),
             lengths=lengths if lengths is None or groups == 1 else lengths.repeat_interleave(groups),
             past=None if past is None else past.reshape(batch * groups, share, self.state, self.head_dim),
         )

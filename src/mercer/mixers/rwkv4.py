@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
 from mercer.mixers.rwkv_start import check_depth, depth, orthogonal, ramp, slope, zigzag
+from mercer.mixers.steps import decay_of, rates
 from mercer.mixers.token_shift import token_shift
 from mercer.mixers.wkv import wkv
 
@@ -81,7 +82,7 @@ class RWKV4(Mixer):
         average, (num, den, peak) = wkv(
             key,
             value.to(wide),
-            log_decay=-self.decay.to(wide).exp(),
+            log_decay=decay_of(rates(self.decay, wide)),
             bonus=self.bonus,
             state=None if past is None else (past["num"], past["den"], past["peak"]),
             lengths=lengths,

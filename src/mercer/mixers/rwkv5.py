@@ -13,6 +13,7 @@ from mercer.mixers.head_norm import HeadNorm
 from mercer.mixers.head_sizes import head_size
 from mercer.mixers.matrix_recurrence import matrix_recurrence
 from mercer.mixers.rwkv_start import check_depth, depth, orthogonal, ramp, slope, zigzag
+from mercer.mixers.steps import decay_of, rates
 from mercer.mixers.token_shift import token_shift
 
 
@@ -105,4 +106,4 @@ class RWKV5(Mixer):
                 (self.gate, self.mix_gate),
             )
         )
-        return (receptance, key, value, gate), -self.decay.to(wide).exp()
+        return (receptance, key, value, gate), decay_of(rates(self.decay, wide))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch
@@ -12,12 +11,10 @@ from mercer.errors import InvalidArgument
 from mercer.mixers.low_rank import LowRank
 from mercer.mixers.rwkv5 import RWKV5
 from mercer.mixers.rwkv_start import depth, ramp
+from mercer.mixers.steps import decay_of, rates
 
 READ = 5
 """What is read of a token: its decay, key, value, receptance and gate."""
-STEEPEST = math.log(1e4)
-"""Logarithms of rates above it are taken for it: nothing is left of the state either way, and what they were made of
-has a gradient of 0 instead of 0 times infinity."""
 
 
 class RWKV6(RWKV5):
@@ -77,6 +74,5 @@ class RWKV6(RWKV5):
             x + step * (share.to(x.dtype) + more) for share, more in zip(shares, moved, strict=True)
         )
         log_rate = self.decay.to(wide).flatten() + self.decay_map(decay).to(wide)
-        log_decay = -log_rate.clamp_max(STEEPEST).exp().unflatten(-1, (self.heads, -1)).transpose(1, 2)
         read = (self.receptance(receptance), self.key(key), self.value(value), self.gate(gate))
-        return read, log_decay
+        return read, decay_of(rates(log_rate, wide)).unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -9,6 +9,7 @@ from mercer.errors import InvalidArgument
 from mercer.mixers.hippo import normal_and_low_rank
 from mercer.mixers.low_rank_system import LowRankSystem
 from mercer.mixers.state_space import StateSpace
+from mercer.mixers.steps import rates
 
 
 class S4(StateSpace):
@@ -68,5 +69,5 @@ class S4(StateSpace):
 
     def system(self, dtype: torch.dtype) -> LowRankSystem:
         low, write, read = (torch.view_as_complex(x.double()) for x in (self.low, self.write, self.read))
-        rates = torch.complex(-self.log_rate.double().exp(), self.frequency.double())
-        return LowRankSystem(rates, low, write, read, self.log_step.double().exp(), dtype)
+        all_rates = torch.complex(-rates(self.log_rate, torch.float64), self.frequency.double())
+        return LowRankSystem(all_rates, low, write, read, rates(self.log_step, torch.float64), dtype)

@@ -11,6 +11,7 @@ from mercer.errors import InvalidArgument
 from mercer.mixers.diagonal_system import DiagonalSystem
 from mercer.mixers.hippo import normal_and_low_rank
 from mercer.mixers.state_space import StateSpace
+from mercer.mixers.steps import rates
 
 INITS, RULES = ("lin", "inv", "legs", "real"), ("zoh", "bilinear")
 
@@ -89,9 +90,9 @@ class S4D(StateSpace):
         )
 
     def system(self, dtype: torch.dtype) -> DiagonalSystem:
-        rates, read = -self.log_rate.double().exp(), self.read.double()
+        turning, read = -rates(self.log_rate, torch.float64), self.read.double()
         if self.frequency is None:
             read = read.squeeze(-1)
         else:
-            rates, read = torch.complex(rates, self.frequency.double()), torch.view_as_complex(read)
-        return DiagonalSystem(rates, read, self.log_step.double().exp(), self.rule, dtype)
+            turning, read = torch.complex(turning, self.frequency.double()), torch.view_as_complex(read)
+        return DiagonalSystem(turning, read, rates(self.log_step, torch.float64), self.rule, dtype)
