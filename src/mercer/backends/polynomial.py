@@ -43,10 +43,11 @@ LEAST_FLOPS = 1 << 22
 
 
 def serves(kernel: Kernel, merged: Merged, sizes: Sizes) -> bool:
-    """Whether the kernels compute this combination: causal, in float32 sums, on the CPU."""
+    """Whether the kernels compute this combination: causal, in float32 sums, on the CPU, not for a compiler."""
     coefficients = kernel.polynomial()
     return (
         coefficients is not None
+        and not torch.compiler.is_compiling()  # which makes its own kernels of torch's form
         and merged.causal
         and sizes.device == "cpu"
         and sizes.itemsize == 4

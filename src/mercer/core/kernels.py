@@ -324,6 +324,8 @@ class Power(_Polynomial):
         return monomial_count(dim, self.degree)
 
     def features(self, mapped: Tensor) -> Tensor:
+        if self.degree == 1:
+            return mapped
         return monomials(mapped, self.degree)[-1] * math.sqrt(math.factorial(self.degree))
 
     def polynomial(self) -> tuple[float, ...]:

@@ -11,6 +11,11 @@ from mercer.core.structures import Structure, at_least, tensors_only
 from mercer.errors import InvalidArgument
 
 
+def _all(holds: Tensor) -> bool:
+    """Whether something holds of every number; a compiler, which has no numbers, goes on as if it did."""
+    return torch.compiler.is_compiling() or bool(holds.all())
+
+
 GONE = 1e4
 """What no logarithm of a decay falls below minus of: exp(-GONE) is 0 in every dtype."""
 
@@ -33,7 +38,7 @@ class Alibi(Structure):
         tensors_only("Alibi", slopes=self.slopes)
         if self.slopes.dim() != 1:
             raise InvalidArgument(f"Alibi: slopes must be [heads], not {list(self.slopes.shape)}.")
-        if not bool(((self.slopes >= 0) & (self.slopes < torch.inf)).all()):
+        if not _all((self.slopes >= 0) & (self.slopes < torch.inf)):
             raise InvalidArgument("Alibi: every slope must be finite and 0 or more.")
 
     def __str__(self) -> str:
@@ -60,7 +65,7 @@ class RelativeBias(Structure):
         tensors_only("RelativeBias", table=self.table)
         if self.table.dim() != 2 or not self.table.shape[1]:
             raise InvalidArgument(f"RelativeBias: table must be [heads, distances], not {list(self.table.shape)}.")
-        if not bool(torch.isfinite(self.table).all()):
+        if not _all(torch.isfinite(self.table)):
             raise InvalidArgument("RelativeBias: every entry of the table must be finite.")
         if self.left is not None:
             at_least("RelativeBias", 0, left=self.left)
@@ -114,7 +119,7 @@ class Decay(Structure):
         if value.dim() not in (1, 3):
             raise InvalidArgument(f"Decay: rates must be [heads] or [batch, heads, length], not {list(value.shape)}.")
         inside = ((value > 0) & (value <= 1)) if self.rate is not None else ((value > -torch.inf) & (value <= 0))
-        if not bool(inside.all()):
+        if not _all(inside):
             allowed = "in (0, 1]" if self.rate is not None else "finite and 0 or less"
             raise InvalidArgument(f"Decay: every {'rate' if self.rate is not None else 'log_rate'} must be {allowed}.")
 

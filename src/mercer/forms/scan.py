@@ -89,6 +89,9 @@ def _cut(query: Tensor, key: Tensor, state: Tensor) -> _Cut:
 
 def _pull(kernel: Kernel, x: Tensor, grad: Tensor) -> Tensor:
     """The gradient with respect to x of <phi(x), grad>."""
+    if torch.compiler.is_compiling():  # which traces no backward pass inside another
+        pull: Any = torch.func.vjp(kernel.features, x)[1]
+        return pull(grad)[0]
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         features = kernel.features(x)

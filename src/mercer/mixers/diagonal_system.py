@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
-from mercer.mixers.state_space import BLOCK, System
+from mercer.mixers.kept import Kept
+from mercer.mixers.state_space import BLOCK, COMPLEX, System
 
 
 class DiagonalSystem(System):
@@ -44,11 +43,11 @@ class DiagonalSystem(System):
         inner = self._readers(self._numbers(self.read * self.write).unsqueeze(-1) * self._powers)
         return (outer @ inner).flatten(1)[:, :count]
 
-    @cached_property
+    @Kept
     def reads(self) -> Tensor:
         return self._readers(self._numbers(self.read * self.keep).unsqueeze(-1) * self._powers)
 
-    @cached_property
+    @Kept
     def writes(self) -> Tensor:
         return self._table((self._numbers(self.write).unsqueeze(-1) * self._powers.flip(-1)).transpose(1, 2))
 
@@ -56,12 +55,12 @@ class DiagonalSystem(System):
         moved = self._numbers(self._doubled[doublings]).unsqueeze(1) * self._pairs(state)
         return torch.view_as_real(moved).flatten(-2) if moved.is_complex() else moved
 
-    @cached_property
+    @Kept
     def _powers(self) -> Tensor:
         """A^0 to A^(BLOCK-1), ``[H, M, BLOCK]``, in the precision of the states."""
         return powers(self.keep, BLOCK, self._kind)
 
-    @cached_property
+    @Kept
     def _doubled(self) -> list[Tensor]:
         """A^1, A^2, A^4, ..., A^BLOCK."""
         out = [self.keep]
@@ -71,7 +70,7 @@ class DiagonalSystem(System):
 
     @property
     def _kind(self) -> torch.dtype:
-        return self.dtype.to_complex() if self.keep.is_complex() else self.dtype
+        return COMPLEX[self.dtype] if self.keep.is_complex() else self.dtype
 
     def _numbers(self, x: Tensor) -> Tensor:
         """In the precision of the states."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mercer.mixers.state_space import BLOCK, System
+from mercer.mixers.kept import Kept
+from mercer.mixers.state_space import BLOCK, COMPLEX, System
 
 HELD = 1 << 22
 """Numbers of a Cauchy matrix beyond which its gradients make it again, for some channels at a time."""
@@ -32,7 +31,7 @@ class LowRankSystem(System):
 
     def step(self, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """By Woodbury's identity, in O(N): (2/dt - A) x_t = (2/dt + A) x_{t-1} + 2 B u_t."""
-        kind = self.dtype.to_complex()
+        kind = COMPLEX[self.dtype]
         after = self._step(torch.view_as_complex(state.unflatten(-1, (-1, 2))), u.unsqueeze(-1), kind)
         return 2 * (self.read.to(kind) * after).real.sum(-1), torch.view_as_real(after).flatten(-2)
 
@@ -66,14 +65,14 @@ class LowRankSystem(System):
             )
         return torch.fft.irfft(spectrum, n=order)[:, :count].to(self.dtype)
 
-    @cached_property
+    @Kept
     def reads(self) -> Tensor:
         columns = self._squares[0] @ self._read_row().transpose(1, 2)
         for square in self._squares[:-1]:
             columns = torch.cat((columns, square @ columns), 2)
         return columns.to(self.dtype)
 
-    @cached_property
+    @Kept
     def writes(self) -> Tensor:
         nothing, one = torch.zeros_like(self.rates), self.pace.new_ones(1)
         rows = torch.view_as_real(self._step(nothing, one, torch.complex128)).flatten(1).unsqueeze(1)
@@ -84,12 +83,12 @@ class LowRankSystem(System):
     def move(self, state: Tensor, doublings: int) -> Tensor:
         return state @ self._moves[doublings]
 
-    @cached_property
+    @Kept
     def _moves(self) -> list[Tensor]:
         """The squares in the precision of the states."""
         return [square.to(self.dtype) for square in self._squares]
 
-    @cached_property
+    @Kept
     def _squares(self) -> list[Tensor]:
         """Transposes of A^1, A^2, A^4, ..., A^BLOCK on real and imaginary parts, ``[H, N, N]``, from unit vectors."""
         eye = torch.eye(self.size, dtype=torch.float64, device=self.rates.device)

@@ -19,11 +19,13 @@ class Rows:
     entries: int64 [R], which sequence each row is: b, or with documents b N + d.
     index: int64 [R, W], places in the B L tokens; only the first `lengths` of each row are meant.
     lengths: int64 [R], real tokens of each row.
+    whole: whether index has each of the B L places once, so that no tensor has to be read to write them all.
     """
 
     entries: Tensor
     index: Tensor
     lengths: Tensor
+    whole: bool = False
 
     @property
     def real(self) -> Tensor:
@@ -37,6 +39,8 @@ class Rows:
 
     def put(self, out: Tensor, rows: Tensor) -> Tensor:
         """out [B L, C] with the real tokens of rows [R, W, C] in their places."""
+        if self.whole:
+            return out.index_copy(0, self.index.flatten(), rows.masked_fill(~self.real.unsqueeze(-1), 0).flatten(0, 1))
         keep = self.real.flatten()
         return out.index_copy(0, self.index.flatten()[keep], rows.flatten(0, 1)[keep])
 
@@ -57,7 +61,10 @@ def lay_out(
     bounds = [0, length] if documents is None else documents.bounds(length)
     edges = torch.tensor(bounds, device=device)
     sizes = edges.diff()
-    number = torch.arange(len(sizes), device=device).repeat_interleave(sizes)  # the document of each token
+    if documents is None:
+        number = torch.zeros(length, dtype=torch.int64, device=device)
+    else:
+        number = torch.arange(len(sizes), device=device).repeat_interleave(sizes)  # the document of each token
     absent = torch.zeros(batch, length, dtype=torch.int64, device=device) if padding is None else (~padding).long()
     order = torch.argsort(2 * number + absent, dim=1, stable=True)  # by document, real tokens first
     counts = torch.zeros(batch, len(sizes), dtype=torch.int64, device=device)
@@ -79,7 +86,9 @@ def _groups(order: Tensor, counts: Tensor, starts: Tensor, length: int) -> Itera
         chosen = [(kinds == kind).nonzero().squeeze(-1) for kind in sorted(set(classes))]
     for entries in chosen:
         own = lengths[entries]
-        width = max(int(own.max()) if len(entries) else 0, 1)  # an empty sequence is a row of nothing
+        whole = torch.compiler.is_compiling() and documents == 1 and length > 0  # a graph's sizes depend on no values
+        most = length if whole else int(own.max()) if len(entries) else 0
+        width = max(most, 1)  # an empty sequence is a row of nothing
         places = first[entries].unsqueeze(1) + torch.arange(width, device=starts.device)
         index = order[places.clamp_max(max(order.numel() - 1, 0))] if order.numel() else torch.zeros_like(places)
-        yield Rows(entries, index, own)
+        yield Rows(entries, index, own, whole)

@@ -57,7 +57,7 @@ def selective_scan(
         form: ``recurrent``, token by token as above; ``chunked``, by doubled strides within chunks of 32 tokens, which
             are made again for the gradient, so that memory beyond the inputs is bounded; ``fused``, Numba's kernels on
             the CPU, likewise bounded; ``auto``, the quickest that can be had: ``fused``, or else chunks, on the CPU
-            token by token within each, since that passes over memory less often.
+            token by token within each, since that passes over memory less often, but not under `torch.compile`.
 
     Returns:
         y ``[B, L, D]`` in the dtype of x, and h after the last real token of each row, ``[B, N, D]`` in float32 or
@@ -94,7 +94,8 @@ def selective_scan(
         if form == "recurrent" or x.shape[1] == 1:
             y, after = _recurrent(across, before, u, s, write, read)
         else:
-            within = _recurrent if form == "auto" and x.is_cpu else _doubled
+            steps = form == "auto" and x.is_cpu and not torch.compiler.is_compiling()  # every step would be traced
+            within = _recurrent if steps else _doubled
             y, after = _chunked(within, across, before, u, s, write, read)
     if skip is not None:
         y = y + skip.to(wide) * u
@@ -188,5 +189,10 @@ def _check(
             raise InvalidArgument(f"{name} must be floating point, got {given.dtype}")
     if lengths is not None and (lengths.is_floating_point() or lengths.dtype == torch.bool):
         raise InvalidArgument(f"lengths must be integers, got {lengths.dtype}")
-    if lengths is not None and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= length:
+    if (
+        lengths is not None
+        and batch
+        and not torch.compiler.is_compiling()  # values are not looked at there
+        and not 0 <= int(lengths.min()) <= int(lengths.max()) <= length
+    ):
         raise InvalidArgument(f"lengths must be between 0 and {length}, got {lengths.tolist()}")

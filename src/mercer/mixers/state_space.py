@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
+from mercer.mixers.kept import Kept
 
 FORMS = ("auto", "recurrent", "chunked", "convolution")
 BLOCK = 64
@@ -27,6 +27,8 @@ LONGEST = 2048
 """Tokens of one convolution; longer inputs go in pieces, with a state from one to the next."""
 FEW = 8
 """Tokens up to which steps are quicker than tables of powers."""
+COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+"""The numbers that pairs of a state's are; a table, since compilers do not trace `to_complex`."""
 
 
 class System(ABC):
@@ -46,12 +48,12 @@ class System(ABC):
     def kernel(self, count: int) -> Tensor:
         """K_0 to K_{count-1}, ``[H, count]``."""
 
-    @cached_property
+    @Kept
     @abstractmethod
     def reads(self) -> Tensor:
         """``[H, N, BLOCK]``: column j is C A^(j+1), what token j of a block sees of the state before the block."""
 
-    @cached_property
+    @Kept
     @abstractmethod
     def writes(self) -> Tensor:
         """``[H, BLOCK, N]``: row j is A^(BLOCK-1-j) B, what token j of a block leaves in the state after the block."""
@@ -105,7 +107,7 @@ class StateSpace(Mixer):
         """The same. For steps without a gradient it is kept for the next call, while the parameters have its values;
         the tables of longer calls are not, since they are larger than the parameters.
         """
-        if torch.is_grad_enabled() or length > FEW:
+        if torch.is_grad_enabled() or length > FEW or torch.compiler.is_compiling():  # which compares no values
             return self.system(dtype)
         now = [p for name, p in self.named_parameters(recurse=False) if name != "skip"]
         if self._made is not None:

@@ -159,7 +159,9 @@ def _check(
     if any(not x.is_floating_point() for x in (key, value, log_decay, bonus, *(state or ()))):
         raise InvalidArgument("wkv: all tensors but lengths must be of a float dtype")
     if lengths is not None and (
-        lengths.shape != (batch,) or lengths.dtype != torch.int64 or bool(((lengths < 0) | (lengths > length)).any())
+        lengths.shape != (batch,)
+        or lengths.dtype != torch.int64
+        or (not torch.compiler.is_compiling() and bool(((lengths < 0) | (lengths > length)).any()))
     ):
         raise InvalidArgument(f"wkv: lengths must be int64 [{batch}], each from 0 to {length}")
     if form not in FORMS:

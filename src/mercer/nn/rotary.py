@@ -262,7 +262,10 @@ def _turn_into(out: Tensor, x: Tensor, turns: Turns, back: bool) -> None:
     fits = all(few in (1, many) for few, many in zip(cos.shape, x.shape, strict=True))
     assert fits
     assert out.shape == x.shape  # or mul would resize out, a view
-    torch.mul(x, cos, out=out)
+    if torch.compiler.is_compiling():  # which traces no writing of results into a view
+        out.copy_(x * cos)
+    else:
+        torch.mul(x, cos, out=out)
     out[..., :-step].addcmul_(x[..., step:], ahead[..., :-step], value=sign)
     out[..., step:].addcmul_(x[..., :-step], behind[..., step:], value=sign)
 
