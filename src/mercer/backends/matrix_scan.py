@@ -1,14 +1,15 @@
-"""The matrix recurrence on the CPU, forward and backward in one pass over the state a token (extra `cpu`).
+"""The matrix recurrence on the CPU, forward and backward, fused (extra `cpu`).
 
     S_t = diag(exp(g_t)) S_{t-1} + a_t (b_t^T S_{t-1}) + k_t v_t^T,        o_t = scale q_t^T S_t
 
-or with a bonus o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T). Heads go to threads in slices of 64 columns of the
-value, whose state stays in the nearest cache: rows of S^T are independent. All sums are float32. For the backward pass
-the state before every 64th token is kept, and what each token removed.
+or with a bonus o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T), in products over blocks of 16 tokens. Heads go to
+threads, or slices of 64 columns of the value where heads are few: rows of S^T are independent. All sums are float32.
+For the backward pass the state before every 64th token is kept, and what each token removed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,7 @@ def _forward(
         kept = torch.empty(batch, heads, -(-length // at.OUTER), -(-dim // 4) * 4 * _padded(width))
     inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BONUS: bonus}
     table = inputs | {at.STATE: state, at.OUT: out, at.FINAL: final, at.REMOVED: removed, at.KEPT: kept}
-    items = batch * heads * _slices(width)
-    _run(kernels.compiled_forward(), kernels.room(dim), table, lengths, scale, items)
+    _run(kernels.compiled_forward(), kernels.room, table, lengths, scale)
     return out, final, removed, kept
 
 
@@ -134,14 +134,13 @@ class _Scan(torch.autograd.Function):
         batch, heads = key.shape[:2]
         if grad_out is None:
             grad_out = torch.zeros(1).expand(value.shape)
-        pieces = _slices(value.shape[-1])
-        parts = pieces if batch * heads < torch.get_num_threads() else 1
+        parts = _parts(batch * heads, value.shape[-1])
 
         def gradient(x: Tensor | None, *shape: int) -> Tensor | None:
             """Of something that all columns of the value have a share in: exact until all is added up."""
             if x is None:
                 return None
-            dtype = x.dtype if pieces == 1 else torch.float32
+            dtype = x.dtype if parts == 1 else torch.float32
             return torch.zeros(parts, *shape, dtype=dtype) if lengths is not None else torch.empty(
                 parts, *shape, dtype=dtype
             )  # fmt: skip
@@ -156,9 +155,7 @@ class _Scan(torch.autograd.Function):
         table = inputs | {at.REMOVED: removed, at.KEPT: kept, at.UPSTREAM: _rows(grad_out), at.GRAD_VALUE: grad_value}
         table |= {at.GRAD_FINAL: None if grad_final is None else grad_final.contiguous(), at.GRAD_STATE: grad_state}
         table |= shared | {at.GRAD_BONUS: grad_bonus}
-        kernel = matrix_scan_kernels.compiled_backward()
-        items = batch * heads * parts
-        _run(kernel, matrix_scan_backward.room(key.shape[-1]), table, lengths, ctx.scale, items, parts)
+        _run(matrix_scan_kernels.compiled_backward(), matrix_scan_backward.room, table, lengths, ctx.scale)
 
         def joined(x: Tensor | None, like: Tensor | None) -> Tensor | None:
             if x is None or like is None:
@@ -177,9 +174,8 @@ class _Scan(torch.autograd.Function):
 
 
 def _run(
-    kernel: Any, room: int, table: dict[int, Tensor | None], lengths: Tensor | None, scale: float, items: int,
-    parts: int = 1,
-) -> None:  # fmt: skip
+    kernel: Any, room: Callable[[int, int], int], table: dict[int, Tensor | None], lengths: Tensor | None, scale: float
+) -> None:
     """Run a kernel over its items, an equal run of them a thread, each with scratch of its own."""
     value, key, log = table[at.VALUE], table[at.KEY], table[at.LOG]
     assert value is not None
@@ -198,10 +194,13 @@ def _run(
         numbers += (x.data_ptr(), half, *(*strides[first:], 0, 0)[:3], strides[1] if row in at.BY_PART else 0)
     tensors = np.array(numbers, np.int64).reshape(at.TENSORS, 6)
     channels = log is not None and log.shape[-1] == dim and dim > 1
-    sizes = np.array((heads, length, dim, value.shape[-1], channels, parts), np.int64)
+    width = value.shape[-1]
+    parts = _parts(batch * heads, width)
+    items = batch * heads * parts
+    sizes = np.array((heads, length, dim, width, channels, parts), np.int64)
     counts = np.full(batch, length, np.int64) if lengths is None else lengths.to(torch.int64).contiguous().numpy()
-    threads = 1 if batch * heads * length * dim * value.shape[-1] <= ALONE else threads_for(items)
-    pitch = room // 4
+    threads = 1 if batch * heads * length * dim * width <= ALONE else threads_for(items)
+    pitch = -(-room(dim, -(-_slices(width) // parts)) // 64) * 16  # floats, whole lines
     work = torch.empty(threads * pitch)
     address = work.data_ptr()
 
@@ -215,6 +214,11 @@ def _run(
 
 
 _ABSENT = (0, 0, 0, 0, 0, 0)
+
+
+def _parts(heads: int, width: int) -> int:
+    """How many parts the slices of a head are."""
+    return _slices(width) if heads < at.SPREAD else 1
 
 
 def _slices(width: int) -> int:

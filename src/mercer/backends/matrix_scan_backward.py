@@ -1,15 +1,16 @@
-"""The matrix recurrence backward, in Numba: last tokens first, from states that are made again.
+"""The matrix recurrence backward, in Numba: last blocks of 16 tokens first, from states that are made again.
 
-D is the gradient of the state after a token. With out = q'^T S + m v + n r, r = S^T b and S the state before the token
-(see `matrix_scan_kernels`),
+With the reads, writes and pairs P [t][j] of a block (see `matrix_block_parts`), a token's products with itself
+included, S the state before it and D the gradient of the state after it,
 
-    dv = D^T k + m do                       dm = v . do
-    dr = D^T a + n do                       dn = r . do
-    dq' = S do    dk = D v + dm q    da = D r + dn q    db = S dr    dw = <D, S> by rows
-    D <- w D + q' do^T + b dr^T
+    dR = P_qa^T dO + (a until the end) D + P_ba^T dR        a triangular system, from the last token on
+    dV = P_qk^T dO + (k until the end) D + P_bk^T dR
+    gradients of the pairs: dO V^T, dO R^T, dR V^T, dR R^T
+    of q' E and b E: dO S^T, dR S^T;    of k and a until the end: V D^T, R D^T;    of E_16: <D, S> by rows
+    D <- diag(E_16) D + (q' E)^T dO + (b E)^T dR
 
-States stand turned, [columns][channels]. The forward pass kept one every 64 tokens; from it come those of every 8, and
-from these, one after another, those of single tokens.
+and `matrix_block_pairs` makes of these the gradients of every token's channels. The forward pass kept a state every 64
+tokens, and what was removed; the states between come from these.
 """
 
 from typing import Any
@@ -17,20 +18,45 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from mercer.backends.matrix_scan_parts import (
-    back,
-    columns_of,
-    lanes_of,
-    own_products,
-    pack,
-    pack_decay,
-    pack_some,
-    project,
-    replay,
-    slices_of,
-    turn_in,
-    turn_out,
+from mercer.backends.matrix_block_pairs import (
+    CARRIED,
+    GRADS,
+    OF_DECAY,
+    OF_PUSH,
+    OF_READ,
+    OF_SEEK,
+    OF_TAKE,
+    pairs_back,
 )
+from mercer.backends.matrix_block_parts import (
+    ASKED,
+    BLOCK,
+    PITCH,
+    PUSH,
+    PUSH_TO,
+    READ_FROM,
+    READ_PUSH,
+    READ_TAKE,
+    SEEK_PUSH,
+    SEEK_TAKE,
+    TAKE,
+    TAKE_TO,
+    advance,
+    block_room,
+    faded,
+    fill,
+    kind,
+    multiply,
+    multiply_onto,
+    ones,
+    pack_columns,
+    pairs_of,
+    prepare,
+    unpack_columns,
+    unpack_rows,
+)
+from mercer.backends.matrix_block_vectors import solve_back, turn_tile
+from mercer.backends.matrix_scan_parts import columns_of, copy_rows, lanes_of, pieces_of, write_rows
 from mercer.backends.matrix_scan_table import (
     ADDRESS,
     BONUS,
@@ -45,14 +71,9 @@ from mercer.backends.matrix_scan_table import (
     GRAD_QUERY,
     GRAD_STATE,
     GRAD_VALUE,
-    HALF,
-    INNER,
     KEPT,
-    KEY,
     OUTER,
     PART,
-    PARTS,
-    QUERY,
     REMOVED,
     SLICE,
     TOKEN,
@@ -60,7 +81,6 @@ from mercer.backends.matrix_scan_table import (
     VALUE,
     VALUE_DIM,
     A,
-    B,
 )
 from mercer.backends.matrix_scan_vectors import total
 from mercer.backends.microkernels import (
@@ -68,13 +88,12 @@ from mercer.backends.microkernels import (
     ROW,
     TILE,
     add,
+    broadcast,
     fma,
-    get,
     lane_sums,
     load,
     load_row,
     mul,
-    put,
     splat,
     store,
     store_row,
@@ -82,191 +101,256 @@ from mercer.backends.microkernels import (
 from mercer.backends.polynomial_blocks import locate, padded
 
 F = np.float32
-KINDS = 6
-"""Rows of channels that a token has: w, q', k, a, b and scale q."""
+BLOCKS = OUTER // BLOCK
+"""Blocks from one state that was kept to the next."""
 
 
-def room(dim: int) -> int:
-    """Bytes of scratch of a thread."""
-    deep = -(-dim // LANES) * LANES
-    rows = KINDS * OUTER * deep + 5 * INNER * deep + deep
-    columns = 4 * OUTER * (SLICE + LANES) + 2 * LANES * LANES
-    states = (1 + OUTER // INNER) * SLICE * deep + INNER * LANES * deep
-    return 4 * (rows + columns + states + 4 * OUTER) + TILE
+WAYS = 2 * ROW
+"""Bytes of a line of two tiles side by side: of k and a, of q' and b."""
+
+
+def room(dim: int, slices: int) -> int:
+    """Bytes of scratch of a thread that has so many slices of the value's columns."""
+    each = 4 * (-(-dim // LANES) * LANES)
+    return places.py_func(0, each, slices, block_room.py_func(each))[-1]
+
+
+@njit
+def places(work: int, each: int, slices: int, block: int) -> tuple[int, ...]:
+    """Where in scratch things are: blocks; D; states before blocks; V, R, dO, dR and dV; columns turned; gradients of
+    rows; the like of writes and reads, turned; that of E_16; of pairs; what `pairs_back` takes; of the bonus; the end.
+    """
+    state = slices * PITCH * each // 4
+    grad = work + BLOCKS * block
+    states = grad + state
+    values = states + BLOCKS * state
+    turned = values + 5 * BLOCK * PITCH
+    rows = turned + 2 * SLICE * WAYS
+    mixed = rows + GRADS * BLOCK * each
+    end = mixed + 2 * WAYS * each // 4
+    pairs = end + each
+    carried = pairs + 4 * TILE
+    bonus = carried + CARRIED
+    return work, grad, states, values, turned, rows, mixed, end, pairs, carried, bonus, bonus + each + ROW
 
 
 @njit
 def backward_item(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int, b: int, h: int, part: int) -> None:
-    """All slices of a part of a head, one after the other; what several have a share in is added up."""
-    pieces, parts = slices_of(sizes[VALUE_DIM]), sizes[PARTS]
-    first, stop = (part, part + 1) if parts > 1 else (0, pieces)
-    for piece in range(first, stop):
-        _slice(tensors, sizes, lengths[b], scale, work, b, h, piece, part, piece > first)
-
-
-@njit
-def _slice(
-    tensors: Any, sizes: Any, count: int, scale: float, work: int, b: int, h: int, piece: int, part: int, more: bool
-) -> None:
-    dim, first, columns = sizes[DIM], piece * SLICE, columns_of(sizes[VALUE_DIM], piece)
-    deep, high, rows, pitch = padded(dim), padded(columns), (dim + 3) // 4 * 4, lanes_of(columns) * ROW
-    each, apart = 4 * deep, 4 * (SLICE + LANES)
-    token, line, sum_of = KINDS * each, 4 * apart, 5 * each
-    sums = work + OUTER * token
-    bonus_sum = sums + INNER * sum_of
-    numbers = bonus_sum + each
-    keys = numbers + OUTER * line
-    taken = keys + TILE
-    grad = taken + TILE
-    block = SLICE * each
-    marks = grad + block
-    states = marks + OUTER // INNER * block
-    few = LANES if deep <= 4 * LANES else LANES // 2  # columns together: their states of `INNER` tokens stay near
-    small = few * each
-    own = states + INNER * LANES * each
-    tile = own + 16 * OUTER
+    """All tokens of a part of a head's slices."""
+    dim, width, count = sizes[DIM], sizes[VALUE_DIM], lengths[b]
+    begin, stop = pieces_of(sizes, part)
+    deep = padded(dim)
+    each, size, one = 4 * deep, deep * PITCH, block_room(4 * deep)
+    at = places(work, each, stop - begin, one)
+    _, grad, states, values, turned, rows, mixed, end, pairs, carried, bonus_sum, _ = at
     removes = tensors[A, ADDRESS] != 0
-    for c in range(0, each, ROW):
-        store(bonus_sum + c, splat(F(0)))
-    for c in range(0, TILE, ROW):
-        store(keys + c, splat(F(0)))
-        store(taken + c, splat(F(0)))
+    line = WAYS if removes else ROW
+    fill(bonus_sum, each, splat(F(0)))
     source = locate(tensors, GRAD_FINAL, b, h, 0)
-    turn_in(source + 4 * first if source else 0, tensors[GRAD_FINAL, TOKEN], dim, columns, grad, deep, tile)
-    for begin in range((count - 1) // OUTER * OUTER, -1, -OUTER):
-        tokens = min(OUTER, count - begin)
-        for t in range(tokens):
-            at, to = work + t * token, numbers + t * line
-            _pack(tensors, sizes, scale, b, h, begin + t, first, columns, at, each, to, apart, own + 16 * t)
-        kept = locate(tensors, KEPT, b, h, begin // OUTER) + 4 * first * rows
-        turn_in(kept, pitch, rows, high, marks, deep, tile)
-        for j in range(0, high, few):
-            for x in range(INNER, tokens, INNER):
-                to = marks + x // INNER * block + j * each
-                for t in range(x - INNER, x):
-                    old, v = to - block if t == x - INNER else to, numbers + t * line + 4 * j
-                    replay(removes, old, to, deep, few, work + t * token, each, v, v + 2 * apart)
-        for x in range((tokens - 1) // INNER * INNER, -1, -INNER):
-            last = min(INNER, tokens - x) - 1
-            for j in range(0, high, few):
-                mark, here = marks + x // INNER * block + j * each, grad + j * each
-                for i in range(last):
-                    t, old = x + i, mark if i == 0 else states + i * small
-                    v = numbers + t * line + 4 * j
-                    replay(removes, old, states + (i + 1) * small, deep, few, work + t * token, each, v, v + 2 * apart)
-                for i in range(last, -1, -1):
-                    t, state = x + i, mark if i == 0 else states + i * small
-                    per, at = work + t * token, numbers + t * line + 4 * j
-                    do = load(at + apart)
-                    if removes:
-                        project(here, deep, few, per, each, keys, taken)
-                        read = lane_sums(taken, splat(F(1)))
-                        store(at + 3 * apart, fma(splat(get(own + 16 * t + 4)), do, read))
-                    back(removes, state, here, deep, few, per, each, at, apart, sums + i * sum_of, keys, j > 0)
-                    if j < columns:
-                        half = tensors[GRAD_VALUE, HALF]
-                        to = locate(tensors, GRAD_VALUE, b, h, begin + t) + (first + j) * (2 if half else 4)
-                        grad_value = fma(splat(get(own + 16 * t)), do, lane_sums(keys, splat(F(1))))
-                        store_row(to, half, min(few, columns - j), grad_value)
-            for i in range(last, -1, -1):
-                t = x + i
-                per, into, mine = work + t * token, sums + i * sum_of, own + 16 * t
-                _give(tensors, sizes, scale, b, h, begin + t, part, more, dim, per, each, into, mine, bonus_sum)
+    for piece in range(begin, stop):
+        first, columns = piece * SLICE, columns_of(width, piece)
+        at, to = source + 4 * first if source else 0, grad + (piece - begin) * size
+        copy_rows(at, tensors[GRAD_FINAL, TOKEN], dim, columns, to, PITCH, deep, lanes_of(columns))
+    for start in range((count - 1) // OUTER * OUTER, -1, -OUTER):
+        blocks = (min(OUTER, count - start) + BLOCK - 1) // BLOCK
+        for i in range(blocks):
+            t = start + i * BLOCK
+            ahead = BLOCK if i < blocks - 1 else start - OUTER - t
+            prepare(tensors, sizes, scale, b, h, t, min(BLOCK, count - t), dim, deep, work + i * one, carried, ahead)
+        for piece in range(begin, stop):
+            state = states + (piece - begin) * BLOCKS * size
+            make_states(tensors, b, h, start, blocks, dim, width, piece, work, one, state, values)
+        for i in range(blocks - 1, -1, -1):
+            t, block = start + i * BLOCK, work + i * one
+            tokens = min(BLOCK, count - t)
+            for piece in range(begin, stop):
+                first, columns, nth = piece * SLICE, columns_of(width, piece), piece - begin
+                state, after = states + (nth * BLOCKS + i) * size, grad + nth * size
+                read_columns(tensors, b, h, t, tokens, first, columns, values)
+                send(removes, block, deep, lanes_of(columns), after, values)
+                unpack_columns(tensors, GRAD_VALUE, b, h, t, tokens, first, columns, values + 4 * BLOCK * PITCH, -BLOCK)
+                turn(removes, lanes_of(columns), values, turned)
+                mix(removes, deep, padded(columns), state, after, values, turned, mixed, pairs, nth > 0,
+                    ones(block, each))  # fmt: skip
+                meet_states(deep, lanes_of(columns), state, after, carried, end, nth > 0)
+                pull(removes, block, deep, lanes_of(columns), after, values)
+            turn_rows(removes, deep, mixed, rows)
+            pairs_back(removes, block, each, rows, end, pairs, line, carried)
+            finish(removes, locate(tensors, BONUS, 0, h, 0), scale, dim, block, each, rows, pairs, line, bonus_sum)
+            give(tensors, sizes[CHANNELS], part, b, h, t, tokens, dim, rows, each)
     target = locate(tensors, GRAD_STATE, b, h, 0)
     if target:
-        turn_out(grad, deep, dim, columns, target + 4 * first, tensors[GRAD_STATE, TOKEN], tile)
+        for piece in range(begin, stop):
+            first, at = piece * SLICE, grad + (piece - begin) * size
+            write_rows(at, PITCH, dim, columns_of(width, piece), target + 4 * first, tensors[GRAD_STATE, TOKEN])
     target = locate(tensors, GRAD_BONUS, b, h, 0)
     if target:
         for c in range(0, dim, LANES):
-            _write(target + part * tensors[GRAD_BONUS, PART] + 4 * c, 0, dim - c, load(bonus_sum + 4 * c), more)
+            at = target + part * tensors[GRAD_BONUS, PART] + 4 * c
+            store_row(at, 0, dim - c, load(bonus_sum + 4 * c))
 
 
 @njit
-def _pack(
-    tensors: Any, sizes: Any, scale: float, b: int, h: int, t: int, first: int, columns: int, at: int, each: int,
-    line: int, apart: int, own: int,
+def make_states(
+    tensors: Any, b: int, h: int, start: int, blocks: int, dim: int, width: int, piece: int, work: int, one: int,
+    state: int, values: int,
 ) -> None:  # fmt: skip
-    """All rows of a token in float32, and its own products: m, n, dm, dn."""
-    dim = sizes[DIM]
-    removes = tensors[A, ADDRESS] != 0
-    pack_decay(tensors, sizes, b, h, t, dim, at)
-    pack(tensors, QUERY, b, h, t, dim, at + each)
-    pack(tensors, KEY, b, h, t, dim, at + 2 * each)
+    """The states of a slice before each of some blocks, from the one that was kept."""
+    first, columns, deep, removes = piece * SLICE, columns_of(width, piece), padded(dim), tensors[A, ADDRESS] != 0
+    vectors, size = lanes_of(columns), deep * PITCH
+    kept = locate(tensors, KEPT, b, h, start // OUTER) + 4 * first * ((dim + 3) // 4 * 4)
+    copy_rows(kept, vectors * ROW, dim, vectors * LANES, state, PITCH, deep, vectors)
+    for i in range(blocks - 1):
+        t = start + i * BLOCK
+        pack_columns(tensors, VALUE, b, h, t, BLOCK, first, columns, values, BLOCK)
+        if removes:
+            pack_columns(tensors, REMOVED, b, h, t, BLOCK, first, columns, values + BLOCK * PITCH, BLOCK)
+        before = state + i * size
+        advance(removes, work + i * one, deep, vectors, before, before + size, values)
+
+
+@njit
+def read_columns(tensors: Any, b: int, h: int, t: int, tokens: int, first: int, columns: int, values: int) -> None:
+    """V, R and dO of a block."""
+    pack_columns(tensors, VALUE, b, h, t, tokens, first, columns, values, -BLOCK)
+    if tensors[REMOVED, ADDRESS] != 0:
+        pack_columns(tensors, REMOVED, b, h, t, tokens, first, columns, values + BLOCK * PITCH, -BLOCK)
+    pack_columns(tensors, UPSTREAM, b, h, t, tokens, first, columns, values + 2 * BLOCK * PITCH, -BLOCK)
+
+
+@njit
+def send(removes: bool, block: int, deep: int, vectors: int, after: int, values: int) -> None:
+    """dR and dV, behind dO."""
+    each, one = 4 * deep, ones(block, 4 * deep)
+    up = values + 2 * BLOCK * PITCH
+    of_removed, of_value = up + BLOCK * PITCH, up + 2 * BLOCK * PITCH
     if removes:
-        pack(tensors, A, b, h, t, dim, at + 3 * each)
-        pack(tensors, B, b, h, t, dim, at + 4 * each)
-    for c in range(0, each, ROW):
-        store(at + 5 * each + c, mul(splat(F(scale)), load(at + each + c)))
-    own_products(tensors, h, dim, scale, at, each, own)
-    for which, to in ((VALUE, line), (UPSTREAM, line + apart), (REMOVED, line + 2 * apart)):
-        half = tensors[which, HALF]
-        size = 2 if half else 4
-        if tensors[which, ADDRESS] != 0:
-            pack_some(locate(tensors, which, b, h, t) + first * size, half, columns, to, size)
-    mine = taken = splat(F(0))
-    for c in range(0, 4 * columns, ROW):
-        do = load(line + apart + c)
-        mine = fma(do, load(line + c), mine)
-        if removes:
-            taken = fma(do, load(line + 2 * apart + c), taken)
-    put(own + 8, total(mine))
-    put(own + 12, total(taken))
+        pairs, takes = pairs_of(block, each, READ_TAKE), kind(block, each, TAKE_TO)
+        multiply(vectors, pairs, ROW, 4, BLOCK, up, PITCH, BLOCK, of_removed, PITCH)
+        multiply_onto(vectors, takes, each, 4, BLOCK, after, PITCH, deep, of_removed, PITCH, of_removed, one)
+        for c in range(0, vectors * ROW, ROW):
+            solve_back(of_removed + c, PITCH, pairs_of(block, each, SEEK_TAKE))
+    multiply(vectors, pairs_of(block, each, READ_PUSH), ROW, 4, BLOCK, up, PITCH, BLOCK, of_value, PITCH)
+    pushes = kind(block, each, PUSH_TO)
+    multiply_onto(vectors, pushes, each, 4, BLOCK, after, PITCH, deep, of_value, PITCH, of_value, one)
+    if removes:
+        pairs = pairs_of(block, each, SEEK_PUSH)
+        multiply_onto(vectors, pairs, ROW, 4, BLOCK, of_removed, PITCH, BLOCK, of_value, PITCH, of_value, one)
 
 
 @njit
-def _write(at: int, half: int, count: int, x: Any, more: bool) -> None:
-    """A vector of a gradient, or more of it."""
-    if more:
-        x = add(x, load_row(at, half, count))
-    store_row(at, half, count, x)
+def turn(removes: bool, vectors: int, values: int, turned: int) -> None:
+    """Columns by tokens of V and R, then of dO and dR: two tiles side by side, or one."""
+    line = WAYS if removes else ROW
+    for n in range(4):
+        if removes or n % 2 == 0:
+            source, target = values + n * BLOCK * PITCH, turned + n // 2 * SLICE * line + n % 2 * ROW
+            for c in range(vectors):
+                turn_tile(source + c * ROW, PITCH, target + c * LANES * line, line)
 
 
 @njit
-def _give(
-    tensors: Any, sizes: Any, scale: float, b: int, h: int, t: int, part: int, more: bool, dim: int,
-    per: int, each: int, sums: int, own: int, bonus_sum: int,
+def mix(
+    removes: bool, deep: int, columns: int, state: int, after: int, values: int, turned: int, mixed: int, pairs: int,
+    more: bool, one: int,
 ) -> None:  # fmt: skip
-    """The gradients of a token's channels, from sums over the columns: S do, <D, S>, D v, D r, S dr."""
-    bonus, removes = locate(tensors, BONUS, 0, h, 0), tensors[A, ADDRESS] != 0
-    mine, taken, back_scale = splat(get(own + 8)), splat(get(own + 12)), splat(F(scale))
-    decay = splat(F(0))
-    whole = locate(tensors, GRAD_LOG, b, h, t)
-    for c in range(0, dim, LANES):
-        x, n = 4 * c, dim - c
-        w, k, q = load(per + x), load(per + 2 * each + x), load(per + 5 * each + x)
-        dq, dw, dk = load(sums + x), load(sums + each + x), load(sums + 2 * each + x)
-        weighed_key, weighed_query = k, q
-        if bonus:
-            u = load_row(bonus + x, 0, n)
-            store(bonus_sum + x, fma(mine, mul(q, k), load(bonus_sum + x)))
-            weighed_key, weighed_query = mul(u, k), mul(u, q)
-        else:
-            dw = fma(q, dq, dw)
-            dq = mul(w, dq)
-        dq = fma(mine, weighed_key, dq)
-        dk = fma(mine, weighed_query, dk)
-        dw = mul(w, dw)
-        if removes:
-            da = load(sums + 3 * each + x)
-            if not bonus:
-                dq = fma(taken, load(per + 3 * each + x), dq)
-                da = fma(taken, q, da)
-            _put(tensors, GRAD_A, part, b, h, t, c, n, da, more)
-            _put(tensors, GRAD_B, part, b, h, t, c, n, load(sums + 4 * each + x), more)
-        _put(tensors, GRAD_QUERY, part, b, h, t, c, n, mul(back_scale, dq), more)
-        _put(tensors, GRAD_KEY, part, b, h, t, c, n, dk, more)
-        if whole != 0 and sizes[CHANNELS]:
-            _put(tensors, GRAD_LOG, part, b, h, t, c, n, dw, more)
-        elif whole:
-            store(sums, dw)
-            decay = add(decay, load_row(sums, 0, n))  # no lanes beyond the channels
-    if whole != 0 and not sizes[CHANNELS]:
-        half = tensors[GRAD_LOG, HALF]
-        _write(whole + part * tensors[GRAD_LOG, PART], half, 1, splat(total(decay)), more)
+    """D V^T and D R^T, S dO^T and S dR^T, and the gradients of the pairs; added to those of other slices if `more`."""
+    ways, line = (2, WAYS) if removes else (1, ROW)
+    up, reads = turned + SLICE * line, mixed + deep * line
+    if more:
+        multiply_onto(ways, after, PITCH, 4, deep, turned, line, columns, mixed, line, mixed, one)
+        multiply_onto(ways, state, PITCH, 4, deep, up, line, columns, reads, line, reads, one)
+        multiply_onto(ways, values, PITCH, 4, ways * BLOCK, up, line, columns, pairs, line, pairs, one)
+    else:
+        multiply(ways, after, PITCH, 4, deep, turned, line, columns, mixed, line)
+        multiply(ways, state, PITCH, 4, deep, up, line, columns, reads, line)
+        multiply(ways, values, PITCH, 4, ways * BLOCK, up, line, columns, pairs, line)
 
 
 @njit
-def _put(tensors: Any, which: int, part: int, b: int, h: int, t: int, c: int, count: int, x: Any, more: bool) -> None:
-    half = tensors[which, HALF]
-    at = locate(tensors, which, b, h, t) + part * tensors[which, PART] + c * (2 if half else 4)
-    _write(at, half, count, x, more)
+def meet_states(deep: int, vectors: int, state: int, after: int, tile: int, end: int, more: bool) -> None:
+    """<D, S> by rows: the gradient of E_16."""
+    for x in range(0, deep, LANES):
+        for i in range(LANES):
+            at, there, s = state + (x + i) * PITCH, after + (x + i) * PITCH, splat(F(0))
+            for c in range(0, vectors * ROW, ROW):
+                s = fma(load(at + c), load(there + c), s)
+            store(tile + i * ROW, s)
+        s = lane_sums(tile, splat(F(1)))
+        store(end + 4 * x, add(s, load(end + 4 * x)) if more else s)
+
+
+@njit
+def pull(removes: bool, block: int, deep: int, vectors: int, after: int, values: int) -> None:
+    """The gradient of the state before a block of that after it."""
+    each, written = 4 * deep, 2 * BLOCK if removes else BLOCK
+    reads, up = kind(block, each, READ_FROM), values + 2 * BLOCK * PITCH
+    multiply_onto(vectors, reads, 4, each, deep, up, PITCH, written, after, PITCH, after, faded(block, each))
+
+
+@njit
+def turn_rows(removes: bool, deep: int, mixed: int, rows: int) -> None:
+    """What `mix` made of writes and reads, by tokens again."""
+    each, line = 4 * deep, WAYS if removes else ROW
+    for n in range(2 if removes else 1):
+        for x in range(0, deep, LANES):
+            at, to = mixed + x * line + n * ROW, rows + 4 * x
+            turn_tile(at, line, kind(to, each, OF_PUSH + n), each)
+            turn_tile(at + deep * line, line, kind(to, each, OF_READ + n), each)
+
+
+@njit
+def finish(
+    removes: bool, bonus: int, scale: float, dim: int, block: int, each: int, rows: int, pairs: int, line: int,
+    bonus_sum: int,
+) -> None:  # fmt: skip
+    """Gradients of q, k, a, b and g in the place of those of q', k, a, b and w, and more of that of the bonus: what a
+    token's products with itself have a share in, whose gradients are on the diagonals of the pairs'.
+    """
+    factor = splat(F(scale))
+    for t in range(BLOCK):
+        own = pairs + t * (line + 4)
+        mine, taken = broadcast(own), splat(F(0))
+        if removes:
+            taken = broadcast(own + BLOCK * line)
+        for c in range(0, each, ROW):
+            at, to = block + t * each + c, rows + t * each + c
+            w, k, q = load(at), load(kind(at, each, PUSH)), load(kind(at, each, ASKED))
+            dq, dw, dk = load(kind(to, each, OF_READ)), load(kind(to, each, OF_DECAY)), load(kind(to, each, OF_PUSH))
+            if bonus:
+                u = load_row(bonus + c, 0, dim - c // 4)
+                store(bonus_sum + c, fma(mine, mul(q, k), load(bonus_sum + c)))
+                dq = fma(mine, mul(u, k), dq)
+                dk = fma(mine, mul(u, q), dk)
+            else:
+                dw = fma(q, dq, dw)
+                dq = fma(mine, k, mul(w, dq))
+                dk = fma(mine, q, dk)
+                if removes:
+                    dq = fma(taken, load(kind(at, each, TAKE)), dq)
+                    of_take = kind(to, each, OF_TAKE)
+                    store(of_take, fma(taken, q, load(of_take)))
+            store(kind(to, each, OF_READ), mul(factor, dq))
+            store(kind(to, each, OF_PUSH), dk)
+            store(kind(to, each, OF_DECAY), mul(w, dw))
+
+
+@njit
+def give(
+    tensors: Any, channels: int, part: int, b: int, h: int, t: int, tokens: int, dim: int, rows: int, each: int
+) -> None:
+    """A block's gradients of rows to where they are wanted."""
+    unpack_rows(tensors, GRAD_QUERY, part, b, h, t, tokens, dim, kind(rows, each, OF_READ), each)
+    unpack_rows(tensors, GRAD_KEY, part, b, h, t, tokens, dim, kind(rows, each, OF_PUSH), each)
+    if tensors[GRAD_A, ADDRESS] != 0:
+        unpack_rows(tensors, GRAD_A, part, b, h, t, tokens, dim, kind(rows, each, OF_TAKE), each)
+        unpack_rows(tensors, GRAD_B, part, b, h, t, tokens, dim, kind(rows, each, OF_SEEK), each)
+    if tensors[GRAD_LOG, ADDRESS] != 0:
+        decays = kind(rows, each, OF_DECAY)
+        if not channels:
+            for x in range(decays, decays + tokens * each, each):
+                decay = splat(F(0))
+                for c in range(0, each, ROW):
+                    decay = add(decay, load(x + c))
+                store(x, splat(total(decay)))
+        unpack_rows(tensors, GRAD_LOG, part, b, h, t, tokens, dim if channels else 1, decays, each)

@@ -1,8 +1,8 @@
-"""The matrix recurrence forward, in Numba: one slice of the value's columns of one head after another.
+"""The matrix recurrence forward, in Numba: some slices of the value's columns of one head after another, 16 tokens at a
+time (see `matrix_block_parts`), and a few tokens one by one with the state in the nearest cache.
 
-The state of a slice, [K][up to 64], stays in the nearest cache; what a token reads is taken while its new state is
-written, and so is what the next one removes. With q' = q exp(g), or q where there is a bonus, every read is of the
-state before the token, out = q'^T S + (q . k) v + (q . a) r: k times the bonus in that product where there is one.
+With q' = q exp(g), or q where there is a bonus, every read is of the state before the token,
+out = q'^T S + (q . k) v + (q . a) r: k times the bonus in that product where there is one.
 """
 
 from functools import lru_cache
@@ -14,12 +14,32 @@ import numpy as np
 from numba import njit, types
 
 from mercer.backends import (
+    matrix_block_parts,
+    matrix_block_vectors,
     matrix_scan_backward,
     matrix_scan_parts,
     matrix_scan_table,
     matrix_scan_vectors,
     microkernels,
     polynomial_blocks,
+)
+from mercer.backends.matrix_block_parts import (
+    BLOCK,
+    PITCH,
+    READ_FROM,
+    READ_PUSH,
+    advance,
+    block_room,
+    fill,
+    kind,
+    multiply,
+    multiply_onto,
+    ones,
+    pack_columns,
+    pairs_of,
+    prepare,
+    remove,
+    unpack_columns,
 )
 from mercer.backends.matrix_scan_backward import backward_item
 from mercer.backends.matrix_scan_parts import (
@@ -31,8 +51,9 @@ from mercer.backends.matrix_scan_parts import (
     pack_decay,
     pack_some,
     panel_step,
+    pieces_of,
     read_panel,
-    slices_of,
+    write_rows,
 )
 from mercer.backends.matrix_scan_table import (
     ADDRESS,
@@ -55,36 +76,101 @@ from mercer.backends.matrix_scan_table import (
     A,
     B,
 )
-from mercer.backends.microkernels import LANES, ROW, fma, get, load, splat, store, store_row
+from mercer.backends.microkernels import LANES, ROW, TILE, fma, get, load, splat, store, store_row
 from mercer.backends.polynomial_blocks import locate, padded
 
 F = np.float32
-TOGETHER = 16
-"""Tokens whose rows are made ready at a time."""
+FEW = 8
+"""Up to so many tokens go one by one: a block would be mostly empty."""
 WIDE = 4 * ROW
 
 
-def room(dim: int) -> int:
-    """Bytes of scratch of a thread."""
-    deep = -(-dim // LANES) * LANES
-    return 4 * (5 * TOGETHER * deep + deep * SLICE + deep) + 4 * WIDE + 8 * TOGETHER
+def room(dim: int, slices: int) -> int:
+    """Bytes of scratch of a thread that has so many slices of the value's columns."""
+    each = 4 * (-(-dim // LANES) * LANES)
+    tokens = FEW * (5 * each + 8) + PITCH * each // 4 + each + 4 * WIDE
+    blocks = block_room.py_func(each) + 4 * TILE + 3 * BLOCK * PITCH + slices * PITCH * each // 4
+    return -(-max(tokens, blocks) // ROW) * ROW
 
 
 @njit
-def forward_item(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int, b: int, h: int, piece: int) -> None:
-    """All tokens of a slice of a head."""
-    dim, width, count = sizes[DIM], sizes[VALUE_DIM], lengths[b]
+def forward_item(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int, b: int, h: int, part: int) -> None:
+    """All tokens of a part of a head's slices."""
+    first, stop = pieces_of(sizes, part)
+    if lengths[b] > FEW:
+        by_blocks(tensors, sizes, lengths[b], scale, work, b, h, first, stop)
+    else:
+        for piece in range(first, stop):
+            by_tokens(tensors, sizes, lengths[b], scale, work, b, h, piece)
+
+
+@njit
+def by_blocks(
+    tensors: Any, sizes: Any, count: int, scale: float, work: int, b: int, h: int, begin: int, end: int
+) -> None:
+    """16 tokens at a time."""
+    dim, width = sizes[DIM], sizes[VALUE_DIM]
+    deep = padded(dim)
+    each, size = 4 * deep, deep * PITCH
+    tiles = work + block_room(each)
+    values = tiles + 4 * TILE
+    out = values + 2 * BLOCK * PITCH
+    states = out + BLOCK * PITCH
+    removes = tensors[A, ADDRESS] != 0
+    source, final = locate(tensors, STATE, b, h, 0), locate(tensors, FINAL, b, h, 0)
+    for piece in range(begin, end):
+        first, columns, state = piece * SLICE, columns_of(width, piece), states + (piece - begin) * size
+        at = source + 4 * first if source else 0
+        copy_rows(at, tensors[STATE, TOKEN], dim, columns, state, PITCH, deep, lanes_of(columns))
+    for t in range(0, count, BLOCK):
+        tokens = min(BLOCK, count - t)
+        prepare(tensors, sizes, scale, b, h, t, tokens, dim, deep, work, tiles, BLOCK)
+        for piece in range(begin, end):
+            first, columns, state = piece * SLICE, columns_of(width, piece), states + (piece - begin) * size
+            vectors = lanes_of(columns)
+            if tensors[KEPT, ADDRESS] != 0 and t % OUTER == 0:
+                keep(tensors, b, h, t, first, dim, vectors, state, PITCH)
+            pack_columns(tensors, VALUE, b, h, t, tokens, first, columns, values, BLOCK)
+            if removes:
+                remove(work, deep, vectors, state, values)
+                if tensors[REMOVED, ADDRESS] != 0:
+                    unpack_columns(tensors, REMOVED, b, h, t, tokens, first, columns, values + BLOCK * PITCH, BLOCK)
+            multiply(vectors, kind(work, each, READ_FROM), each, 4, BLOCK, state, PITCH, deep, out, PITCH)
+            written, pairs = 2 * BLOCK if removes else BLOCK, pairs_of(work, each, READ_PUSH)
+            multiply_onto(vectors, pairs, 4, ROW, BLOCK, values, PITCH, written, out, PITCH, out, ones(work, each))
+            advance(removes, work, deep, vectors, state, state, values)
+            unpack_columns(tensors, OUT, b, h, t, tokens, first, columns, out, BLOCK)
+    for piece in range(begin, end):
+        first, columns, state = piece * SLICE, columns_of(width, piece), states + (piece - begin) * size
+        write_rows(state, PITCH, dim, columns, final + 4 * first, tensors[FINAL, TOKEN])
+
+
+@njit
+def keep(tensors: Any, b: int, h: int, t: int, first: int, dim: int, vectors: int, state: int, pitch: int) -> None:
+    """A slice's state before a token, for the backward pass: no more rows than 4 wants."""
+    rows = (dim + 3) // 4 * 4
+    kept = locate(tensors, KEPT, b, h, t // OUTER) + 4 * first * rows
+    for x in range(rows):
+        for c in range(0, vectors * ROW, ROW):
+            store(kept + x * vectors * ROW + c, load(state + x * pitch + c))
+
+
+@njit
+def by_tokens(tensors: Any, sizes: Any, count: int, scale: float, work: int, b: int, h: int, piece: int) -> None:
+    """Up to FEW tokens of a slice of a head: what a token reads is taken while its new state is written, and so is what
+    the next one removes.
+    """
+    dim, width = sizes[DIM], sizes[VALUE_DIM]
     first, columns = piece * SLICE, columns_of(width, piece)
     lanes, deep = lanes_of(columns), padded(dim)
     rows = (dim + 3) // 4 * 4
     each = 4 * deep
     token = 5 * each
-    state = work + TOGETHER * token
+    state = work + FEW * token
     spare = state + SLICE * each
     outs = spare + each
     own = outs + 4 * WIDE
-    for c in range(0, 4 * WIDE, ROW):
-        store(outs + c, splat(F(0)))
+    fill(outs, 4 * WIDE, splat(F(0)))
     removes = tensors[A, ADDRESS] != 0
     half, size = tensors[VALUE, HALF], 2 if tensors[VALUE, HALF] else 4
     out_half, out_size = tensors[OUT, HALF], 2 if tensors[OUT, HALF] else 4
@@ -97,45 +183,38 @@ def forward_item(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int
         old, before, new, after = source + 4 * first, tensors[STATE, TOKEN], final, tensors[FINAL, TOKEN]
     else:
         copy_rows(source + 4 * first if source else 0, tensors[STATE, TOKEN], dim, columns, state, pitch, rows, lanes)
+    if count and tensors[KEPT, ADDRESS] != 0:
+        keep(tensors, b, h, 0, first, dim, lanes, state, pitch)
+    if count and removes:
+        pack(tensors, B, b, h, 0, dim, spare)
+        read_panel(lanes, old, before, rows, spare, outs + 3 * WIDE)
     for t in range(count):
-        slot = t % TOGETHER
-        if slot == 0:
-            for i in range(min(TOGETHER, count - t)):
-                at = work + i * token
-                pack_decay(tensors, sizes, b, h, t + i, dim, at)
-                pack(tensors, QUERY, b, h, t + i, dim, at + each)
-                pack(tensors, KEY, b, h, t + i, dim, at + 2 * each)
-                if removes:
-                    pack(tensors, A, b, h, t + i, dim, at + 3 * each)
-                    if t + i + 1 < count:
-                        pack(tensors, B, b, h, t + i + 1, dim, at + 4 * each)
-                own_products(tensors, h, dim, scale, at, each, own + 8 * i)
-        if t == 0 and removes:
-            pack(tensors, B, b, h, 0, dim, spare)
-            read_panel(lanes, old, before, rows, spare, outs + 3 * WIDE)
-        if tensors[KEPT, ADDRESS] != 0 and t % OUTER == 0:
-            kept = locate(tensors, KEPT, b, h, t // OUTER) + 4 * first * rows
-            for x in range(0, rows * pitch, ROW):
-                store(kept + x, load(state + x))
+        at, mine = work + t * token, own + 8 * t
+        pack_decay(tensors, sizes, b, h, t, dim, at)
+        pack(tensors, QUERY, b, h, t, dim, at + each)
+        pack(tensors, KEY, b, h, t, dim, at + 2 * each)
+        if removes:
+            pack(tensors, A, b, h, t, dim, at + 3 * each)
+            if t + 1 < count:
+                pack(tensors, B, b, h, t + 1, dim, at + 4 * each)
+        own_products(tensors, h, dim, scale, at, each, mine, mine + 4)
         v, r = outs + 2 * WIDE, outs + 3 * WIDE
         pack_some(locate(tensors, VALUE, b, h, t) + first * size, half, columns, v, size)
         if removes and tensors[REMOVED, ADDRESS] != 0:
             to = locate(tensors, REMOVED, b, h, t) + 4 * first
             for c in range(0, columns, LANES):
                 store_row(to + 4 * c, 0, columns - c, load(r + 4 * c))
-        panel_step(lanes, removes, old, before, new, after, rows, work + slot * token, each, outs)
-        mine, taken = splat(get(own + 8 * slot)), splat(get(own + 8 * slot + 4))
+        panel_step(lanes, removes, old, before, new, after, rows, at, each, outs)
+        pushed, taken = splat(get(mine)), splat(get(mine + 4))
         to = locate(tensors, OUT, b, h, t) + first * out_size
         for c in range(0, columns, LANES):
-            x = fma(mine, load(v + 4 * c), load(outs + 4 * c))
+            x = fma(pushed, load(v + 4 * c), load(outs + 4 * c))
             if removes:
                 x = fma(taken, load(r + 4 * c), x)
                 store(r + 4 * c, load(outs + WIDE + 4 * c))
             store_row(to + c * out_size, out_half, columns - c, x)
     if not straight:
-        for x in range(dim):
-            for c in range(0, columns, LANES):
-                store_row(final + x * tensors[FINAL, TOKEN] + 4 * c, 0, columns - c, load(state + x * pitch + 4 * c))
+        write_rows(state, pitch, dim, columns, final, tensors[FINAL, TOKEN])
 
 
 _CALL = types.void(
@@ -153,7 +232,8 @@ _CALL = types.void(
 def _stamp() -> str:
     """Names the sources of the inlined parts: Numba's cache looks at this file alone."""
     parts = (matrix_scan_backward, matrix_scan_parts, matrix_scan_table, matrix_scan_vectors)
-    files = (Path(m.__file__) for m in (microkernels, polynomial_blocks, *parts))
+    blocks = (matrix_block_parts, matrix_block_vectors)
+    files = (Path(m.__file__) for m in (microkernels, polynomial_blocks, *parts, *blocks))
     return sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 
@@ -175,11 +255,10 @@ def _forward(stamp: str) -> Any:
     @njit(_CALL, nogil=True, cache=True)
     def call(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int, start: int, stop: int) -> None:
         if len(stamp):  # a closure over it, so that the cache tells versions apart
-            pieces = slices_of(sizes[VALUE_DIM])
             for i in range(start, stop):
-                head, piece = i // pieces, i % pieces
+                head, part = i // sizes[PARTS], i % sizes[PARTS]
                 b, h = head // sizes[HEADS], head % sizes[HEADS]
-                forward_item(tensors, sizes, lengths, scale, work, b, h, piece)
+                forward_item(tensors, sizes, lengths, scale, work, b, h, part)
 
     return call
 

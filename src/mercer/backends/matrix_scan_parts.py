@@ -11,28 +11,15 @@ from mercer.backends.matrix_scan_table import (
     CHANNELS,
     HALF,
     LOG,
+    PARTS,
     SLICE,
+    VALUE_DIM,
     A,
 )
 from mercer.backends.matrix_scan_vectors import (
-    back1,
-    back1_removing,
-    back2,
-    back2_removing,
-    back4,
-    back4_removing,
-    project1,
-    project2,
-    project4,
     read1,
     read2,
     read4,
-    replay1,
-    replay1_removing,
-    replay2,
-    replay2_removing,
-    replay4,
-    replay4_removing,
     step1,
     step1_removing,
     step2,
@@ -53,7 +40,6 @@ from mercer.backends.microkernels import (
     splat,
     store,
     store_row,
-    transpose,
 )
 from mercer.backends.polynomial_blocks import locate, padded
 
@@ -64,6 +50,12 @@ F = np.float32
 def slices_of(width: int) -> int:
     """How many slices the value's columns are."""
     return (width + SLICE - 1) // SLICE
+
+
+@njit
+def pieces_of(sizes: Any, part: int) -> tuple[int, int]:
+    """The slices of a part: one, or all of a head."""
+    return (part, part + 1) if sizes[PARTS] > 1 else (0, slices_of(sizes[VALUE_DIM]))
 
 
 @njit
@@ -102,6 +94,19 @@ def pack_some(at: int, half: int, count: int, to: int, size: int) -> None:
 
 
 @njit
+def unpack_some(at: int, to: int, half: int, count: int, size: int) -> None:
+    """The way back, without what stands beyond the end."""
+    c = 0
+    if not half:
+        while c + LANES <= count:
+            store(to + 4 * c, load(at + 4 * c))
+            c += LANES
+    while c < count:
+        store_row(to + c * size, half, count - c, load(at + 4 * c))
+        c += LANES
+
+
+@njit
 def pack(tensors: Any, which: int, b: int, h: int, t: int, count: int, to: int) -> None:
     """A token's row of a tensor."""
     half = tensors[which, HALF]
@@ -122,8 +127,9 @@ def pack_decay(tensors: Any, sizes: Any, b: int, h: int, t: int, dim: int, to: i
 
 
 @njit
-def own_products(tensors: Any, h: int, dim: int, scale: float, at: int, each: int, own: int) -> None:
-    """Makes q' of q in the rows w, q, k, a of a token, and scale q . k (or q . u k) and scale q . a of itself."""
+def own_products(tensors: Any, h: int, dim: int, scale: float, at: int, each: int, own: int, removed: int) -> None:
+    """Makes q' of q in the rows w, q, k, a of a token, `each` apart, and of itself scale q . k (or q . u k), to `own`,
+    and scale q . a, to `removed`."""
     bonus, removes = locate(tensors, BONUS, 0, h, 0), tensors[A, ADDRESS] != 0
     mine = taken = splat(F(0))
     for c in range(0, 4 * padded(dim), ROW):
@@ -138,7 +144,7 @@ def own_products(tensors: Any, h: int, dim: int, scale: float, at: int, each: in
             q = mul(q, load(at + c))
         store(at + each + c, q)
     put(own, total(mine))
-    put(own + 4, total(taken))
+    put(removed, total(taken))
 
 
 # Passes over a state, by width
@@ -175,69 +181,6 @@ def panel_step(
         step1(old, before, new, after, rows, per, each, out)
 
 
-@njit
-def replay(removes: bool, old: int, new: int, deep: int, rows: int, per: int, each: int, v: int, r: int) -> None:
-    """One token of a turned state [columns][channels], without reading."""
-    c, stride = 0, 4 * deep
-    while c < deep // LANES:
-        at, wide = c * ROW, widest(deep // LANES - c)
-        if removes:
-            if wide == 4:
-                replay4_removing(old + at, new + at, stride, rows, per + at, each, v, r)
-            elif wide == 2:
-                replay2_removing(old + at, new + at, stride, rows, per + at, each, v, r)
-            else:
-                replay1_removing(old + at, new + at, stride, rows, per + at, each, v, r)
-        elif wide == 4:
-            replay4(old + at, new + at, stride, rows, per + at, each, v, r)
-        elif wide == 2:
-            replay2(old + at, new + at, stride, rows, per + at, each, v, r)
-        else:
-            replay1(old + at, new + at, stride, rows, per + at, each, v, r)
-        c += wide
-
-
-@njit
-def project(grad: int, deep: int, rows: int, per: int, each: int, keys: int, removed: int) -> None:
-    """What k and a read of the gradient of a turned state, not yet summed over lanes."""
-    c, stride = 0, 4 * deep
-    while c < deep // LANES:
-        at, wide = c * ROW, widest(deep // LANES - c)
-        if wide == 4:
-            project4(grad + at, stride, rows, per + at, each, keys, removed, c)
-        elif wide == 2:
-            project2(grad + at, stride, rows, per + at, each, keys, removed, c)
-        else:
-            project1(grad + at, stride, rows, per + at, each, keys, removed, c)
-        c += wide
-
-
-@njit
-def back(
-    removes: bool, state: int, grad: int, deep: int, rows: int, per: int, each: int, columns: int, apart: int, out: int,
-    keys: int, more: bool,
-) -> None:  # fmt: skip
-    """One token back over a turned state and its gradient."""
-    c, stride = 0, 4 * deep
-    while c < deep // LANES:
-        x, wide = c * ROW, widest(deep // LANES - c)
-        s, g, p, o = state + x, grad + x, per + x, out + x
-        if removes:
-            if wide == 4:
-                back4_removing(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
-            elif wide == 2:
-                back2_removing(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
-            else:
-                back1_removing(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
-        elif wide == 4:
-            back4(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
-        elif wide == 2:
-            back2(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
-        else:
-            back1(s, g, stride, rows, p, each, columns, apart, o, keys, c, more)
-        c += wide
-
-
 # States
 
 
@@ -253,27 +196,8 @@ def copy_rows(source: int, stride: int, dim: int, columns: int, state: int, pitc
 
 
 @njit
-def turn_in(source: int, stride: int, dim: int, columns: int, state: int, deep: int, tile: int) -> None:
-    """Some columns of a state, turned: [columns padded][channels padded]; zeros where there is none."""
-    for x in range(0, deep, LANES):
+def write_rows(state: int, pitch: int, dim: int, columns: int, target: int, stride: int) -> None:
+    """Some columns of a state to where it is wanted."""
+    for x in range(dim):
         for c in range(0, columns, LANES):
-            for i in range(LANES):
-                row = splat(F(0))
-                if source != 0 and x + i < dim:
-                    row = load_row(source + (x + i) * stride + 4 * c, 0, columns - c)
-                store(tile + i * ROW, row)
-            transpose(tile, tile)
-            for i in range(LANES):
-                store(state + 4 * ((c + i) * deep + x), load(tile + i * ROW))
-
-
-@njit
-def turn_out(state: int, deep: int, dim: int, columns: int, target: int, stride: int, tile: int) -> None:
-    """The way back."""
-    for x in range(0, deep, LANES):
-        for c in range(0, columns, LANES):
-            for i in range(LANES):
-                store(tile + i * ROW, load(state + 4 * ((c + i) * deep + x)))
-            transpose(tile, tile)
-            for i in range(min(LANES, dim - x)):
-                store_row(target + (x + i) * stride + 4 * c, 0, columns - c, load(tile + i * ROW))
+            store_row(target + x * stride + 4 * c, 0, columns - c, load(state + x * pitch + 4 * c))

@@ -12,5 +12,8 @@ HEADS, LENGTH, DIM, VALUE_DIM, CHANNELS, PARTS = range(6)
 """Sizes: heads, tokens, K, V, whether every channel has a log-decay of its own, parts that gradients are made in."""
 SLICE = 64
 """Columns of the value that go together: with 64 channels their state is 16 KiB."""
-OUTER, INNER = 64, 8
-"""Tokens from one state that the forward pass keeps to the next, and from one that the backward pass makes again."""
+OUTER = 64
+"""Tokens from one state that the forward pass keeps to the next."""
+SPREAD = 8
+"""Heads, counted over the batch, below which the slices of a head are parts that threads share; digits depend on it, so
+it is not the number of threads."""
