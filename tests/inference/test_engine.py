@@ -14,8 +14,6 @@ from mercer.inference.sampler import Sampling
 from mercer.mixers.names import mixer_names
 from mercer.models.config import ModelConfig
 from mercer.models.decoder import DecoderLM
-from mercer.models.shared_hybrid import SharedHybridLM
-from mercer.models.shared_hybrid_config import SharedHybridConfig
 
 pytest.importorskip("numba")
 
@@ -354,11 +352,10 @@ def test_what_is_refused() -> None:
         prepare(model, "int3")
     with pytest.raises(Unsupported, match="float64"):
         prepare(build().double())
-    shared = SharedHybridConfig(
-        vocab_size=8, dim=8, heads=2, layers=2, shared_at=(1,), mixers={"mamba2": {"head_dim": 8}}
-    )
-    with pytest.raises(Unsupported, match="weights of a HybridBlock cannot be packed yet"):
-        prepare(SharedHybridLM(shared))
+    other = build()
+    other.blocks[1] = torch.nn.Identity()
+    with pytest.raises(Unsupported, match="weights of a Identity cannot be packed yet"):
+        prepare(other)
     engine = prepare(model)
     with pytest.raises(InvalidArgument, match="tokens must be integers"):
         engine(torch.zeros(1, 1))

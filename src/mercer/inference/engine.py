@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mercer.backends.packed import FEW
 from mercer.backends.sharing import follow, installed
+from mercer.core.mixer_state import JoinedState
 from mercer.core.state import CacheState, State
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.inference.packed_model import packed_model, weights_of
@@ -260,6 +261,8 @@ class Engine:
 
 
 def _converted(state: State, dtype: torch.dtype) -> State:
+    if isinstance(state, JoinedState):
+        return JoinedState({name: _converted(part, dtype) for name, part in state.parts.items()})
     if not isinstance(state, CacheState) or state.keys.dtype == dtype:
         return state
     return CacheState(state.keys.to(dtype), state.values.to(dtype), state.length, state.valid, state.log)

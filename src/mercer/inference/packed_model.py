@@ -13,10 +13,12 @@ from mercer.backends.packed import FEW, Packed, pack
 from mercer.errors import Unsupported
 from mercer.mixers.base import Mixer
 from mercer.mixers.block import MixerBlock
+from mercer.models.shared_hybrid import HybridBlock, SharedBlock, SharedHybridLM
 from mercer.nn.activations import ACTIVATIONS, GATED
 from mercer.nn.block import Block
 from mercer.nn.experts import Experts
 from mercer.nn.feedforward import FeedForward
+from mercer.nn.low_rank import LowRank
 from mercer.nn.projection import FusedLinear
 
 if TYPE_CHECKING:
@@ -48,13 +50,14 @@ class PackedFeedForward(nn.Module):
         super().__init__()
         self.input, self.output, self.kind = inner, output, kind
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., dim]."""
-        if self.kind not in GATED:
-            return self.output(ACTIVATIONS[self.kind].apply(self.input(x)))
-        if x.shape[:-1].numel() > FEW:
+    def forward(self, x: Tensor, *, added: Tensor | None = None) -> Tensor:
+        """[..., dim] -> [..., dim]. added: as of `FeedForward`."""
+        if self.kind in GATED and added is None and x.shape[:-1].numel() > FEW:
             return self.output(self._gated(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1))
-        gate, value = self.input(x).chunk(2, -1)
+        inner = self.input(x) if added is None else self.input(x).add_(added)
+        if self.kind not in GATED:
+            return self.output(ACTIVATIONS[self.kind].apply(inner))
+        gate, value = inner.chunk(2, -1)
         return self.output(ACTIVATIONS[GATED[self.kind]].apply(gate).mul_(value))
 
     def _gated(self, x: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype, keep: bool) ->
     where the embedding is tied to it. The model itself stays as it is if `keep`; otherwise each matrix is let go when
     it is packed, so that never more than one is there twice.
     """
-    other = next((block for block in model.blocks if not isinstance(block, Block | MixerBlock)), None)
+    other = next((block for block in model.blocks if not isinstance(block, Block | MixerBlock | HybridBlock)), None)
     if other is not None:
         raise Unsupported(f"weights of a {type(other).__name__} cannot be packed yet: use the model as it is")
     held = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
@@ -148,13 +151,12 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype, keep: bool) ->
     for block in twin.blocks:
         if isinstance(block, MixerBlock):
             _pack_mixers(block, kind, keep)
-            continue
-        attention = block.attention
-        for name, module in list(attention.named_children()):
-            if isinstance(module, nn.Linear):
-                wanted = torch.float32 if name == "output" else dtype
-                setattr(attention, name, _linear(module, kind, wanted, keep))
-        block.feedforward = _feedforward(block.feedforward, kind, keep)
+        elif isinstance(block, HybridBlock):
+            _pack_use(block, kind, dtype, keep)
+        else:
+            _pack_block(block, kind, dtype, keep)
+    for block in twin.shared if isinstance(twin, SharedHybridLM) else ():  # once, whoever reads them
+        _pack_block(cast(SharedBlock, block), kind, dtype, keep)
     scored = pack(embedding.weight if head is None else head.weight, "int8" if kind == "int4" else kind)
     bias = None if head is None or head.bias is None else head.bias.detach().float()
     twin.embedding = PackedEmbedding(scored) if head is None else _Widened(embedding)
@@ -164,23 +166,49 @@ def packed_model(model: DecoderLM, kind: str, dtype: torch.dtype, keep: bool) ->
     return twin
 
 
+def _pack_block(block: Block | SharedBlock, kind: str, dtype: torch.dtype, keep: bool) -> None:
+    """Pack the matrices of an attention and of what follows it, in place."""
+    attention = block.attention
+    for name, module in list(attention.named_children()):
+        if isinstance(module, nn.Linear):
+            wanted = torch.float32 if name == "output" else dtype
+            setattr(attention, name, _linear(module, kind, wanted, keep))
+    block.feedforward = cast(Any, _feedforward(block.feedforward, kind, keep))
+
+
+def _pack_use(block: HybridBlock, kind: str, dtype: torch.dtype, keep: bool) -> None:
+    """Pack a mixer, in place, and what its layer has of its own of a shared block."""
+    _pack_mixer(block.mixer, kind, keep)
+    block.bridge = cast(Any, _linear(block.bridge, kind, torch.float32, keep))
+    of_attention, of_feedforward = block.adapters.attention, block.adapters.feedforward
+    adapters = [(cast(LowRank, part), dtype) for part in of_attention or ()]
+    adapters += [] if of_feedforward is None else [(of_feedforward, torch.float32)]
+    for part, wanted in adapters:  # what they are added to has that dtype
+        part.down = cast(Any, _linear(part.down, kind, torch.float32, keep))
+        part.up = cast(Any, _linear(part.up, kind, wanted, keep))
+
+
 def _pack_mixers(block: MixerBlock, kind: str, keep: bool) -> None:
-    """Pack what mixers multiply with, in place; their other numbers become float32, as what they read is."""
-    for part in (block.mixer, block.feedforward):
-        if not isinstance(part, Mixer):
-            continue
-        for path, module in list(part.named_modules()):
-            name = path.rpartition(".")[2]
-            if type(module) is nn.Linear and name not in part.unpacked:
-                setattr(part.get_submodule(path.rpartition(".")[0]), name, _linear(module, kind, torch.float32, keep))
-            elif type(module) is nn.Linear:
-                setattr(part.get_submodule(path.rpartition(".")[0]), name, copy.deepcopy(module).float())
-        for path, number in list(part.named_parameters()):
-            if number.dtype != torch.float32:  # a new one, since the model holds this
-                owner, _, name = path.rpartition(".")
-                setattr(part.get_submodule(owner), name, nn.Parameter(number.detach().float(), requires_grad=False))
-    if block.feedforward is not None and not isinstance(block.feedforward, Mixer):
+    """Pack a mixer, in place, and what follows it."""
+    _pack_mixer(block.mixer, kind, keep)
+    if isinstance(block.feedforward, Mixer):
+        _pack_mixer(block.feedforward, kind, keep)
+    elif block.feedforward is not None:
         block.feedforward = cast(Any, _feedforward(block.feedforward, kind, keep))
+
+
+def _pack_mixer(mixer: Mixer, kind: str, keep: bool) -> None:
+    """Pack what a mixer multiplies with, in place; its other numbers become float32, as what it reads is."""
+    for path, module in list(mixer.named_modules()):
+        name = path.rpartition(".")[2]
+        if type(module) is nn.Linear and name not in mixer.unpacked:
+            setattr(mixer.get_submodule(path.rpartition(".")[0]), name, _linear(module, kind, torch.float32, keep))
+        elif type(module) is nn.Linear:
+            setattr(mixer.get_submodule(path.rpartition(".")[0]), name, copy.deepcopy(module).float())
+    for path, number in list(mixer.named_parameters()):
+        if number.dtype != torch.float32:  # a new one, since the model holds this
+            owner, _, name = path.rpartition(".")
+            setattr(mixer.get_submodule(owner), name, nn.Parameter(number.detach().float(), requires_grad=False))
 
 
 def _let_go(module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from mercer.core.normalizers import Sum
 from mercer.core.soft_cap import SoftCap
 from mercer.inference.packed_model import PackedFeedForward, PackedLinear
 from mercer.mixers.block import MixerBlock
+from mercer.models.shared_hybrid import HybridBlock
 from mercer.nn.activations import GATED
 from mercer.nn.attention import Attention
 from mercer.nn.block import Block
@@ -42,6 +43,8 @@ def unfit(model: DecoderLM) -> str | None:
     for i, block in enumerate(model.blocks):
         if isinstance(block, MixerBlock):
             return f"layer {i} is {block.mixer.kind}; its modules run one by one, with packed weights"
+        if isinstance(block, HybridBlock):
+            return f"layer {i} reads a shared block; its modules run one by one, with packed weights"
         if type(block) is not Block:
             return f"layer {i} is a {type(block).__name__}"
         if type(block.attention) is not Attention:
