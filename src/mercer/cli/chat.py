@@ -44,8 +44,8 @@ def chat(
     literal: Annotated[
         bool,
         typer.Option(
-            help="Read names of special tokens in messages as they are spelt, so that no message ends its turn; or as "
-            "those tokens."
+            help="Read names of special tokens in messages as they are spelt, and refuse plain text that would end a "
+            "message's turn, such as [/INST] with Llama 2; or take both for what they look like."
         ),
     ] = True,
     max_tokens: options.MaxTokens = 1024,
@@ -137,14 +137,17 @@ def _answer_a_person(conversation: "Conversation", content: str, quiet: bool) ->
 def _answer(conversation: "Conversation", content: str, as_json: bool, quiet: bool) -> None:
     import time
 
+    from mercer.cli.flags import as_typed
+
     started, begun = time.perf_counter(), False
     answer = conversation.answer(content)
     try:
-        for piece in answer:
-            begun = True
-            if not as_json:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+        with as_typed(chat):
+            for piece in answer:
+                begun = True
+                if not as_json:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
     except KeyboardInterrupt:
         answer.close()
         written = conversation.turn.written if begun else 0

@@ -11,6 +11,7 @@ from mercer.inference.generate import Finish, stream
 from mercer.inference.reading import PIECE, CausalModel, Reading
 from mercer.inference.sampler import Sampling
 from mercer.inference.stops import Stops
+from mercer.models.turn_marks import turn_marks
 
 if TYPE_CHECKING:
     from mercer.models.chat import ChatTemplate
@@ -57,9 +58,14 @@ class Conversation:
         max_tokens: of an answer, at most.
         stop: texts at which an answer ends.
         variables: further variables of the template.
-        literal: read messages as they are spelt, as `ChatTemplate.tokens` does; False lets names of special tokens in
-            them become those tokens.
+        literal: read messages as they are spelt, as `ChatTemplate.tokens` does, and refuse those of the user and the
+            system that have what the template writes between messages as plain text (`turn_marks`), as Llama 2's
+            ``[/INST]`` is, since nothing could tell the one from the other. False lets names of special tokens in
+            messages become those tokens, and such marks end turns.
         prefill: tokens read at once.
+
+    Raises:
+        InvalidArgument: options that do not fit, or a system message that has such a mark.
     """
 
     def __init__(
@@ -86,6 +92,9 @@ class Conversation:
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._sampling, self._stop, self._prefill = sampling, tuple(stop), prefill
         self._literal = literal
+        self._marks_of_turns = turn_marks(template, vocabulary, variables) if literal else ()
+        if system is not None:
+            self._refuse_marks(system, "system message")
         self._seed, self._max_tokens, self._variables = seed, max_tokens, variables or {}
         self.reset()
 
@@ -103,8 +112,10 @@ class Conversation:
         exception), what was written until then is the answer. Nothing is sent if the first piece is an error.
 
         Raises:
-            InvalidArgument: the template refuses the chat, or it is longer than the model's positions.
+            InvalidArgument: the template refuses the chat, it is longer than the model's positions, or the message has
+                a mark that would end its turn.
         """
+        self._refuse_marks(content, "message")
         messages = [*self.messages, {"role": "user", "content": content}]
         tokens = self._template.tokens(
             self._vocabulary, messages, literal=self._literal, add_generation_prompt=True, **self._variables
@@ -144,6 +155,14 @@ class Conversation:
             self._keep(reading)
         finally:  # an interrupt may have come while the model read, so that its states are of no known tokens
             self.messages = [*messages, {"role": "assistant", "content": turn.text}]
+
+    def _refuse_marks(self, content: str, what: str) -> None:
+        for mark in self._marks_of_turns:
+            if mark in content:
+                raise InvalidArgument(
+                    f"the {what} has {mark!r}, which this chat template writes between messages as plain text, so that "
+                    "the model would take what follows for another turn; leave it out, or give literal=False"
+                )
 
     def _room(self, length: int) -> int:
         """How many tokens the model's positions leave for an answer."""
