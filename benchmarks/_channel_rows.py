@@ -35,6 +35,11 @@ def linear_recurrence(length: int, channels: int = 2560) -> Case:
         never = torch.zeros(1, g.shape[1], 1, dtype=torch.bool)
         return unit._rnn_scan(x, g.exp(), never, None)[0]  # pyright: ignore[reportPrivateUsage]
 
+    def mambapy(g: Tensor, x: Tensor) -> Tensor:
+        from mambapy.pscan import pscan  # pyright: ignore[reportMissingTypeStubs]
+
+        return pscan(g.exp().unsqueeze(-1), x.unsqueeze(-1)).squeeze(-1)
+
     tensors = (-(torch.rand(1, length, channels) ** 4), torch.randn(1, length, channels))
     ours = {"ours" if form == "auto" else f"ours, {form}": by(form) for form in ("auto", "chunked", "recurrent")}
     name = "transformers RecurrentGemmaRglru._rnn_scan"
@@ -44,7 +49,7 @@ def linear_recurrence(length: int, channels: int = 2560) -> Case:
         f"B=1 n={length:,} C={channels}",
         tensors,
         ours,
-        {name: transformers},
+        {name: transformers, "mambapy pscan": mambapy},
         flops,
         frozenset({"ours, recurrent", name}),
     )

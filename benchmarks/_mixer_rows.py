@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +15,14 @@ from torch import Tensor
 
 from benchmarks._channel_rows import linear_recurrence, rg_lru, s4d
 from benchmarks._mamba_rows import mamba, selective_scan
+from benchmarks._rwkv_rows import PROMPTS
 from benchmarks._ssd_rows import ssd
 
-Run = Callable[..., Tensor]
-"""Takes a case's tensors in their order and returns outputs, of one shape for all of a case."""
+Run = Callable[..., Tensor | tuple[Tensor, ...]]
+"""Takes a case's tensors in their order and returns outputs, of the same shapes for all of a case; several only where
+no gradient is asked for."""
+AGREES = 1e-3
+"""Sums of float32 over thousands of tokens, in other orders."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +34,24 @@ class Case:
         tensors: the inputs, each of which gets a gradient.
         ours: our forms by name; the first is what a user gets.
         peers: others by name.
-        flops: operations of the formula, forward, and forward with backward.
+        flops: operations of the formula, forward, and forward with backward; None where only forward is timed.
         slow: names of those that go token by token in Python, and are left out of lengths beyond ``SLOW``.
+        moved: bytes that a call forward has to read and write at least; None: each of ``tensors`` and each output once.
+        dtype: of its products.
+        agrees: largest difference from ours, relative to the largest entry, of an answer or a gradient.
+        beside: what stands in the table without answering: a plain pass over the same memory.
     """
 
     shape: str
     tensors: tuple[Tensor, ...]
     ours: dict[str, Run]
     peers: dict[str, Run]
-    flops: tuple[float, float]
+    flops: tuple[float, float | None]
     slow: frozenset[str] = frozenset()
+    moved: float | None = None
+    dtype: str = "float32"
+    agrees: float = AGREES
+    beside: dict[str, Callable[[], object]] = field(default_factory=dict)
 
 
 SLOW = 4096
@@ -92,11 +104,14 @@ PLAIN, REMOVING = (5, 11), (9, 19)
 there: the gradient's own recurrence, and an entry's share in those of q, k, v, g (and a and b)."""
 
 
+def gla_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> dict[str, Any]:
+    return {"query": q, "key": k, "value": v, "log_decay": g, "scale": q.shape[-1] ** -0.5}
+
+
 def gla(length: int, heads: int = 8, dim: int = 64, width: int = 64) -> Case:
     """Gated linear attention: a decay for every channel."""
     q, k, v = _normal(1, heads, length, dim), _normal(1, heads, length, dim), _normal(1, heads, length, width)
     shape, flops = _matrix(heads, length, dim, width, PLAIN)
-    ours = _forms(lambda q, k, v, g: {"query": q, "key": k, "value": v, "log_decay": g, "scale": dim**-0.5})
 
     def peer(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         turned = (x.transpose(1, 2) for x in (q, k, v, g))
@@ -104,24 +119,24 @@ def gla(length: int, heads: int = 8, dim: int = 64, width: int = 64) -> Case:
 
     name = "fla naive_recurrent_gla"
     tensors = (q, k, v, _decay(1, heads, length, dim))
-    return Case(shape, tensors, ours, {name: peer}, flops, frozenset({"ours, recurrent", name}))
+    return Case(shape, tensors, _forms(gla_parts), {name: peer}, flops, frozenset({"ours, recurrent", name}))
+
+
+def deltanet_parts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> dict[str, Any]:
+    pushed = beta.unsqueeze(-1) * k
+    return {"query": q, "key": pushed, "value": v, "remove": (-pushed, k), "scale": q.shape[-1] ** -0.5}
 
 
 def deltanet(length: int, heads: int = 8, dim: int = 64, width: int = 64) -> Case:
     """The delta rule: no decay, a removal along the key."""
     q, k, v = _unit(1, heads, length, dim), _unit(1, heads, length, dim), _normal(1, heads, length, width)
     shape, flops = _matrix(heads, length, dim, width, REMOVING)
-
-    def arguments(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> dict[str, Any]:
-        pushed = beta.unsqueeze(-1) * k
-        return {"query": q, "key": pushed, "value": v, "remove": (-pushed, k), "scale": dim**-0.5}
-
     names = ("fla delta_rule_recurrence", "fla delta_rule_chunkwise")
     peers: dict[str, Run] = {names[0]: lambda *given: fla("delta_rule").delta_rule_recurrence(*given)[0]}
     if length % 32 == 0:
         peers[names[1]] = lambda *given: fla("delta_rule").delta_rule_chunkwise(*given)[0]
     slow = frozenset({"ours, recurrent", names[0]})
-    return Case(shape, (q, k, v, torch.rand(1, heads, length)), _forms(arguments), peers, flops, slow)
+    return Case(shape, (q, k, v, torch.rand(1, heads, length)), _forms(deltanet_parts), peers, flops, slow)
 
 
 def gated_deltanet(length: int, heads: int = 8, dim: int = 64, width: int = 64) -> Case:
@@ -157,13 +172,13 @@ def rwkv6(length: int, heads: int = 8, dim: int = 64) -> Case:
     return Case(shape, tensors, _forms(arguments), peers, flops, frozenset({"ours, recurrent", name}))
 
 
+def rwkv7_parts(q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, w: Tensor) -> dict[str, Any]:
+    return {"query": q, "key": k, "value": v, "log_decay": w, "remove": (a, b), "scale": q.shape[-1] ** -0.5}
+
+
 def rwkv7(length: int, heads: int = 8, dim: int = 64) -> Case:
     """RWKV-7: a decay for every channel, and a removal along a direction of its own."""
     shape, flops = _matrix(heads, length, dim, dim, REMOVING)
-
-    def arguments(q: Tensor, k: Tensor, v: Tensor, b: Tensor, a: Tensor, w: Tensor) -> dict[str, Any]:
-        return {"query": q, "key": k, "value": v, "log_decay": w, "remove": (a, b), "scale": dim**-0.5}
-
     names = ("fla dplr_recurrence", "fla dplr_chunkwise")
     naive = "generalized_delta_rule/dplr"
     peers: dict[str, Run] = {names[0]: lambda *given: fla(naive).dplr_recurrence(*given)[0]}
@@ -172,7 +187,7 @@ def rwkv7(length: int, heads: int = 8, dim: int = 64) -> Case:
     sizes = (1, heads, length, dim)
     b = _unit(*sizes)
     tensors = (*(_normal(*sizes) for _ in range(3)), b, -torch.rand(1, heads, length, 1) * b, _decay(*sizes))
-    return Case(shape, tensors, _forms(arguments), peers, flops, frozenset({"ours, recurrent", names[0]}))
+    return Case(shape, tensors, _forms(rwkv7_parts), peers, flops, frozenset({"ours, recurrent", names[0]}))
 
 
 def rwkv4(length: int, channels: int = 512) -> Case:
@@ -211,4 +226,5 @@ ROWS: dict[str, Callable[[int], Case]] = {
     "rg-lru": rg_lru,
     "s4d": s4d,
     "ssd": ssd,
+    **PROMPTS,
 }

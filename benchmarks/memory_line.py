@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 CASES = {
     "softmax, tiles": ("exp-sum", "pairs", "window"),
@@ -25,12 +26,9 @@ def measure(name: str, path: str, structure: str, length: int, heads: int, dim: 
     """Peak bytes of one pass in this process."""
     import torch
 
+    from benchmarks._memory import peak_above
     from mercer import Causal, Window, attention
     from mercer.core.names import parse_attention
-
-    def high_water() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
     kernel, normalizer = parse_attention(name)
     shape = Causal() if structure == "causal" else Window(length)
@@ -38,11 +36,10 @@ def measure(name: str, path: str, structure: str, length: int, heads: int, dim: 
     grad = torch.randn(1, heads, length, dim)
     # as large as it takes to have every kernel compiled or read from the disk
     small = [t.detach()[:, :, :4096].clone().requires_grad_() for t in (q, k, v)]
-    attention(*small, kernel=kernel, normalizer=normalizer, structure=shape, form="chunked", path=path).sum().backward()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = high_water()
-    attention(q, k, v, kernel=kernel, normalizer=normalizer, structure=shape, form="chunked", path=path).backward(grad)
-    return {"peak": high_water() - before, "unavoidable": 4 * q.numel() * 4}
+    parts: dict[str, Any] = {"kernel": kernel, "normalizer": normalizer, "structure": shape}
+    attention(*small, **parts, form="chunked", path=path).backward(grad[:, :, :4096].clone())
+    peak = peak_above(lambda: attention(q, k, v, **parts, form="chunked", path=path).backward(grad))
+    return {"peak": peak, "unavoidable": 4 * q.numel() * 4}
 
 
 def main(arguments: list[str]) -> None:

@@ -1,12 +1,13 @@
 """Operators of recurrent mixers beside other libraries, and beside what the machine can do at most.
 
 A row for every operator, length and direction: our form as `auto` chooses it, our other forms, the peers, and the
-limit, which is the operations of the formula at the rate of a large float32 matrix product in the same run. Everyone
-gets the same inputs and threads, in turns; answers and gradients are compared before anything is timed. Forms that go
-token by token in Python are left out beyond 4,096 tokens.
+limit: the operations of the formula at the rate of a large matrix product in the same run, or what has to be read and
+written at the rate of memory, whichever takes longer. Everyone gets the same inputs and threads, in turns; answers and
+gradients are compared before anything is timed. Forms that go token by token in Python are left out beyond 4,096
+tokens. Rows that end in -step are one token from a state, and whole models (-model) are timed forward only.
 
-    python -m benchmarks mixers [--quick] [--row NAME] [--length N] [--direction forward|backward] [--rounds N]
-        [--budget S] [--threads N] [--ours] [--json FILE]
+    python -m benchmarks mixers [--quick] [--row NAME] [--length N] [--batch N] [--direction forward|backward]
+        [--rounds N] [--budget S] [--threads N] [--ours] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks._process import in_child, prepare
 
 if TYPE_CHECKING:
+    from benchmarks._machine import Limits
     from benchmarks._mixer_rows import Case, Run
 
 DIRECTIONS = ("forward", "backward")
-AGREES = 1e-3
-"""Largest difference from ours, relative to the largest entry, of an answer or a gradient: sums of float32 over
-thousands of tokens, in other orders."""
+DTYPES = ("float32", "bfloat16")
+STEP_ROUNDS = 5
+"""Times as many rounds for a single token, which takes microseconds."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -35,6 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--row", action="append", help="an operator; default: all")
     parser.add_argument("--length", type=int, action="append", help="tokens; default: 2,048 and 16,384")
+    parser.add_argument("--batch", type=int, action="append", help="sequences in a step of an operator; default: 16")
     parser.add_argument(
         "--direction", choices=DIRECTIONS, action="append", help="default: both; backward has forward in it"
     )
@@ -72,14 +75,26 @@ def call(run: Run, case: Case, backward: bool) -> Callable[[], tuple[Any, ...]]:
 
         def forward() -> tuple[Any, ...]:
             with torch.no_grad():
-                return (run(*case.tensors),)
+                found = run(*case.tensors)
+            return found if isinstance(found, tuple) else (found,)
 
         return forward
     leaves = [x.detach().clone().requires_grad_() for x in case.tensors]
     with torch.no_grad():
-        shape = run(*case.tensors).shape
+        shape = run(*case.tensors).shape  # pyright: ignore[reportAttributeAccessIssue]
     upstream = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return lambda: torch.autograd.grad(run(*leaves), leaves, upstream)
+    return lambda: torch.autograd.grad(run(*leaves), leaves, upstream)  # pyright: ignore[reportArgumentType]
+
+
+def moved(case: Case, backward: bool) -> float:
+    """Bytes that have to be read and written: forward as the case says, or inputs and outputs once; a backward pass
+    reads the inputs again, the outputs' gradients, and writes those of the inputs.
+    """
+    if case.moved is not None:
+        return case.moved
+    outputs = call(next(iter(case.ours.values())), case, backward=False)()
+    inside, outside = (sum(x.nbytes for x in each) for each in (case.tensors, outputs))
+    return 3 * inside + 2 * outside if backward else inside + outside
 
 
 def measure(
@@ -102,28 +117,54 @@ def measure(
             continue
         right = found if right is None else right
         for x, y in zip(found, right, strict=True):
-            error = float((x - y).abs().max() / y.abs().max().clamp_min(1e-30))
-            if not error <= AGREES:
+            error = float((x.float() - y.float()).abs().max() / y.abs().max().clamp_min(1e-30))
+            if not error <= case.agrees:
                 raise SystemExit(f"mixers: {name} of {row} is off by {error:.1e}, so nothing of it is timed")
         calls[name] = made
-    times = interleave(calls, rounds, budget, torch.device("cpu"))
+    times = interleave(calls | case.beside, rounds, budget, torch.device("cpu"))
     spreads = {name: Spread.of(taken) for name, taken in times.items()}
     return {
         "row": row,
         "shape": case.shape,
         "length": length,
         "backward": backward,
+        "dtype": case.dtype,
         "flops": case.flops[backward],
+        "bytes": moved(case, backward),
         "ms": {n: {"median": 1e3 * s.median, "low": 1e3 * s.low, "high": 1e3 * s.high} for n, s in spreads.items()},
         "left_out": left_out,
     }
 
 
-def shown(found: dict[str, Any], rate: float) -> str:
-    """Lines of the table for a row; rate: FLOP a second of the products."""
-    limit = 1e3 * found["flops"] / rate
+def limit_ms(found: dict[str, Any], limits: Limits) -> float:
+    return 1e3 * limits.least_seconds(found["flops"], found["bytes"], found["dtype"])
+
+
+def cases(name: str, options: argparse.Namespace) -> Iterator[tuple[Case, int, bool]]:
+    """Of a row: the case, its tokens, and whether it is timed with backward."""
+    from benchmarks._mixer_rows import ROWS
+    from benchmarks._rwkv_rows import TOKENS
+    from benchmarks._step_rows import STEPS
+
+    directions = options.direction or DIRECTIONS
+    if name not in ROWS and "forward" in directions:
+        made = [STEPS[name](batch) for batch in options.batch or [16]] if name in STEPS else [TOKENS[name]()]
+        yield from ((case, 1, False) for case in made)
+    if name not in ROWS:
+        return
+    for length in options.length or ([256] if options.quick else [2048, 16384]):
+        for direction in directions:
+            case, backward = ROWS[name](length), direction == "backward"
+            if case.flops[backward] is not None:
+                yield case, length, backward
+
+
+def shown(found: dict[str, Any], limits: Limits) -> str:
+    """Lines of the table for a row."""
+    limit = limit_ms(found, limits)
     direction = "forward and backward" if found["backward"] else "forward"
-    lines = [f"{found['row']}, {found['shape']}, {direction}: {found['flops'] / 1e9:.3g} GFLOP, at best {limit:.3g} ms"]
+    work = f"{found['flops'] / 1e9:.3g} GFLOP, {found['bytes'] / 1e6:.3g} MB, at best {limit:.3g} ms"
+    lines = [f"{found['row']}, {found['shape']}, {direction}: {work}"]
     lines.append(f"  {'':40}{'ms':>10}  {'quartiles':20}{'/ limit':>8}{'/ ours':>9}")
     ours = next(iter(found["ms"].values()))["median"]
     for name, s in found["ms"].items():
@@ -143,28 +184,37 @@ def main(arguments: list[str]) -> None:
 
     from benchmarks._machine import measure as limits_of
     from benchmarks._mixer_rows import ROWS
+    from benchmarks._rwkv_rows import TOKENS
+    from benchmarks._step_rows import STEPS
 
-    if unknown := [name for name in options.row or () if name not in ROWS]:
-        raise SystemExit(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    rows = [*ROWS, *STEPS, *TOKENS]
+    if unknown := [name for name in options.row or () if name not in rows]:
+        raise SystemExit(f"there is no row {unknown[0]!r}; there are {', '.join(rows)}")
     torch.manual_seed(0)
-    lengths = options.length or ([256] if options.quick else [2048, 16384])
     rounds, budget = (3, 0.5) if options.quick else (options.rounds, options.budget)
     device = torch.device("cpu")
     print(f"{torch.get_num_threads()} threads, median of {rounds} (quartiles), milliseconds", flush=True)
-    limits = limits_of(("float32",), device, quick=options.quick)
+    limits = limits_of(DTYPES, device, quick=options.quick)
     results: list[dict[str, Any]] = []
-    for name in options.row or ROWS:
-        for length in lengths:
-            for direction in options.direction or DIRECTIONS:
-                case, backward = ROWS[name](length), direction == "backward"
-                results.append(measure(name, case, length, backward, rounds, budget, options.ours))
-                print(shown(results[-1], limits.flops("float32")), flush=True)
-    limits = limits.merge(limits_of(("float32",), device, quick=options.quick))
-    rate = limits.flops("float32")
-    print(f"\nBy the best rate of the whole run, {rate / 1e9:,.0f} GFLOP/s:\n")
-    print("\n".join(shown(found, rate) for found in results))
+    for name in options.row or rows:
+        for case, length, backward in cases(name, options):
+            turns = rounds if length > 1 or options.quick else STEP_ROUNDS * rounds
+            results.append(measure(name, case, length, backward, turns, budget, options.ours))
+            print(shown(results[-1], limits), flush=True)
+    if not results:
+        raise SystemExit(f"{', '.join(options.row)}: forward only, so that nothing is timed backward")
+    limits = limits.merge(limits_of(DTYPES, device, quick=options.quick))
+    rates = ", ".join(f"{limits.flops(dtype) / 1e9:,.0f} GFLOP/s in {dtype}" for dtype in DTYPES)
+    print(f"\nBy the best rates of the whole run, {rates}, {limits.bandwidth / 1e9:.3g} GB/s:\n")
+    print("\n".join(shown(found, limits) for found in results))
     if options.json:
-        record = {"threads": torch.get_num_threads(), "rounds": rounds, "products": rate, "cases": results}
+        record = {
+            "threads": torch.get_num_threads(),
+            "rounds": rounds,
+            "products": {dtype: limits.flops(dtype) for dtype in DTYPES},
+            "bytes_per_second": limits.bandwidth,
+            "cases": [found | {"limit_ms": limit_ms(found, limits)} for found in results],
+        }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

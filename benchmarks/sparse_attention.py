@@ -119,11 +119,8 @@ def timed(calls: dict[str, Callable[[], object]], options: argparse.Namespace) -
 
 def peak(name: str, length: int) -> int:
     """Peak bytes above the inputs of one pass in this process."""
+    from benchmarks._memory import peak_above
     from mercer import attention
-
-    def high_water() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, structure=pattern(name), form="chunked")
@@ -131,10 +128,7 @@ def peak(name: str, length: int) -> int:
     call(run, inputs(1024), True)()  # loads and compiles what it needs
     given = inputs(length)
     leaves = [x.requires_grad_() for x in given[:3]]
-    Path("/proc/self/clear_refs").write_text("5")
-    before = high_water()
-    run(*leaves).backward(given[3])
-    return high_water() - before
+    return peak_above(lambda: run(*leaves).backward(given[3]))
 
 
 def line_case(name: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
