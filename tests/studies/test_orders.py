@@ -17,6 +17,7 @@ from mercer.errors import Interrupted, InvalidArgument, NonFinite
 from mercer.studies import orders
 from mercer.studies.arms import parse_arms
 from mercer.studies.records import OrdersRecord, read_record
+from mercer.studies.report.marks import label
 
 
 @pytest.fixture
@@ -61,6 +62,28 @@ def test_every_arm_trains_alike_and_is_summarised(shrunk: Path) -> None:
     assert (gap.mean, gap.count, gap.over) == (pytest.approx(sum(expected) / 2), 2, "seeds")
     assert record.corpus.sha256 == json.loads(next(shrunk.glob("study/text/*/corpus.json")).read_text())["sha256"]
     assert record.findings
+
+
+def test_without_softmax_the_first_model_is_what_others_are_compared_with(shrunk: Path) -> None:
+    names = ["elu-sum,exp-l2", "exp-l2", "elu-sum"]
+    record = study(shrunk, seeds=1, attentions=names, layers=2)
+    assert record.reference == "elu-sum,exp-l2"
+    gaps = {s.arm: s.gap for s in record.summaries}
+    assert gaps.pop("elu-sum,exp-l2") is None
+    finals = {trial.arm: trial.loss or 0.0 for trial in record.trials}
+    for name, gap in gaps.items():
+        assert gap is not None
+        assert gap.mean == pytest.approx(finals[name] - finals["elu-sum,exp-l2"], abs=1e-4)
+    page = (shrunk / "study" / "orders.html").read_text()
+    reference = label("elu-sum,exp-l2")
+    assert "minus reference" in page
+    assert f"Distance to {reference}" in page
+    assert f"all are compared with the first, {reference}." in page
+    assert page.count(">reference<") == 1
+    assert "softmax&#39;s" not in page
+    with_softmax = study(shrunk, seeds=1, out="other", attentions=["elu-sum", "softmax"])
+    assert with_softmax.reference == "softmax"
+    assert "compared with the first" not in (shrunk / "other" / "orders.html").read_text()
 
 
 def test_one_seed_has_intervals_over_blocks(shrunk: Path) -> None:

@@ -66,7 +66,8 @@ def orders(
     The same decoder with softmax, its exponential under a norm, linear attention and Taylor series of growing order,
     trained on the same text. An attention may end in '+gain', a gain learned per head after the norm, or
     '+gain=1', its start (0.1). A recurrent mixer (mamba, rwkv7, gla, ...) may stand for an attention, and a pattern
-    mixes both. Stopped at any moment, the same command continues.
+    mixes both. Each is compared with softmax, or where that is none of them with the first, attentions before patterns.
+    Stopped at any moment, the same command continues.
     """
     command = _command()
     from mercer.studies.orders import run

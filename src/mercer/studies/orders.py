@@ -18,7 +18,7 @@ from mercer.studies.arms import parse_arms
 from mercer.studies.calibration import seconds_per_step
 from mercer.studies.folder import Budget, StudyFolder, check_budget, slug
 from mercer.studies.on_text import corpus_record, curve, read_text, shown, tokens_per_second, training_step
-from mercer.studies.orders_summary import MARGIN, ONE_SEED, conclude, summarize
+from mercer.studies.orders_summary import MARGIN, ONE_SEED, conclude, reference, summarize
 from mercer.studies.progress import StudyProgress
 from mercer.studies.records import OrdersRecord, write_record
 from mercer.studies.records.orders import Arm, OrdersTrial
@@ -86,7 +86,8 @@ def run(
         out: receives orders.json, its schema, orders.html, the tokens and a folder for each run.
         text: files, folders or globs; the Python library's own source if empty.
         attentions: names instead of the budget's, such as "taylor4-l2" or "exp-l2+gain", a mixer such as "mamba", or a
-            pattern over the layers such as "3*mamba,softmax".
+            pattern over the layers such as "3*mamba,softmax". Each is compared with softmax, or with the first where
+            softmax is none of them.
         layers: of each model, instead of 4.
         seeds, steps: instead of the budget's. ``steps`` also skips the measurement that the quick budget begins with.
         learning_rate: peak of the schedule, for all arms; 0.003 if None.
@@ -241,6 +242,7 @@ class _Study(Study[tuple[Arm, int], OrdersTrial]):
             calibration=self.calibration,
             equivalence_margin=MARGIN,
             seed_allowance=ONE_SEED,
+            reference=reference(self.arms),
             arms=self.arms,
             trials=trials,
             summaries=summarize(trials, self.arms),

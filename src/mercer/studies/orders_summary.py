@@ -44,8 +44,14 @@ def difference(trials: Sequence[OrdersTrial], arm: str, other: str) -> Interval 
     return paired_interval(ours[seeds[0]].heldout_blocks, theirs[seeds[0]].heldout_blocks, "blocks")
 
 
+def reference(arms: Sequence[Arm]) -> str:
+    """What every other arm is compared with: softmax, or the first arm if it is none of them."""
+    return next((arm.name for arm in arms if arm.name == "softmax"), arms[0].name)
+
+
 def summarize(trials: Sequence[OrdersTrial], arms: Sequence[Arm]) -> list[ArmSummary]:
     """One summary for each arm that has a run."""
+    compared = reference(arms)
     summaries: list[ArmSummary] = []
     for arm in arms:
         runs = [t for t in trials if t.arm == arm.name]
@@ -58,7 +64,7 @@ def summarize(trials: Sequence[OrdersTrial], arms: Sequence[Arm]) -> list[ArmSum
                 arm=arm.name,
                 loss=loss_interval(trials, arm.name),
                 bits_per_byte=sum(bits) / len(bits) if bits else None,
-                gap=None if arm.name == "softmax" else difference(trials, arm.name, "softmax"),
+                gap=None if arm.name == compared else difference(trials, arm.name, compared),
                 tokens_per_second=median(speeds) if speeds else None,
                 diverged=sum(t.status == "diverged" for t in runs),
             )

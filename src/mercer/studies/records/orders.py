@@ -59,12 +59,14 @@ class OrdersTrial(Record):
 
 
 class ArmSummary(Record):
-    """An arm over its seeds: final loss and the paired difference to softmax (same seed or same blocks of text)."""
+    """An arm over its seeds: final loss and the paired difference to the reference (same seed or blocks of text)."""
 
     arm: str
     loss: Interval | None
     bits_per_byte: float | None
-    gap: Interval | None = Field(default=None, description="loss minus softmax's, nats per token; null for softmax")
+    gap: Interval | None = Field(
+        default=None, description="loss minus the reference's, nats per token; null for the reference"
+    )
     tokens_per_second: float | None
     diverged: int = Field(default=0, ge=0)
 
@@ -85,6 +87,10 @@ class OrdersRecord(Record):
     equivalence_margin: float = Field(gt=0, description="nats per token that count as no difference")
     seed_allowance: float = Field(
         ge=0, description="nats by which an interval over blocks is widened on both sides before it decides anything"
+    )
+    reference: str = Field(
+        default="softmax",
+        description="the arm that gaps are from: softmax, or the first arm where that is none of them",
     )
     arms: list[Arm]
     trials: list[OrdersTrial]

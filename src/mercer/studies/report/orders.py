@@ -168,8 +168,8 @@ def _gaps(record: OrdersRecord, done: list[ArmSummary]) -> list[Figure]:
     with_gap = sorted((s for s in done if s.gap), key=lambda s: -s.gap.mean)
     if not with_gap:
         return []
-    margin = record.equivalence_margin
-    plot = Plot("nats per byte above softmax", "", y_axis={"type": "category", "ticklabelstandoff": 6})
+    margin, compared = record.equivalence_margin, label(record.reference)
+    plot = Plot(f"nats per byte above {compared}", "", y_axis={"type": "category", "ticklabelstandoff": 6})
     plot.band(-margin, margin, vertical=True)
     for s in with_gap:
         if s.gap:
@@ -183,11 +183,11 @@ def _gaps(record: OrdersRecord, done: list[ArmSummary]) -> list[Figure]:
     return [
         plot.figure(
             "gaps",
-            "Distance to softmax",
-            "Loss minus softmax's, nats per byte: "
+            f"Distance to {compared}",
+            f"Loss minus that of {compared}, nats per byte: "
             + "; ".join(f"{label(s.arm)} {numbers.interval(s.gap, sign=True)}" for s in reversed(with_gap))
             + ".",
-            f"Differences are paired over {over}; bars are 95 % intervals. Within the grey band, "
+            f"{_why(record)}Differences are paired over {over}; bars are 95 % intervals. Within the grey band, "
             f"±{numbers.decimal(margin)} nats, a difference counts as none."
             + (
                 f" One seed says nothing about the next, so each bar is taken {record.seed_allowance:g} nats longer on "
@@ -200,8 +200,16 @@ def _gaps(record: OrdersRecord, done: list[ArmSummary]) -> list[Figure]:
     ]
 
 
+def _why(record: OrdersRecord) -> str:
+    """A sentence that says what differences are to, where that is not softmax."""
+    if record.reference == "softmax":
+        return ""
+    return f"No model here has softmax alone, so all are compared with the first, {label(record.reference)}. "
+
+
 def _table(record: OrdersRecord, arms: dict[str, Arm]) -> Table:
     rows: list[tuple[Cell, ...]] = []
+    minus = "minus softmax" if record.reference == "softmax" else "minus reference"
     parameters = _parameters(record) if _differ(record) else {}
     done = sorted((s for s in record.summaries if s.loss), key=lambda s: s.loss.mean)
     rest = [s for s in record.summaries if not s.loss]
@@ -215,18 +223,18 @@ def _table(record: OrdersRecord, arms: dict[str, Arm]) -> Table:
                 Cell(order),
                 Cell(numbers.interval(_shown(s.loss)), strong=place == 0 and s.loss is not None),
                 Cell(numbers.decimal(s.bits_per_byte)),
-                Cell("reference" if s.arm == "softmax" else numbers.interval(s.gap, sign=True)),
+                Cell("reference" if s.arm == record.reference else numbers.interval(s.gap, sign=True)),
                 Cell(numbers.short(s.tokens_per_second)),
                 *((Cell(parameters.get(s.arm, numbers.MISSING)),) if parameters else ()),
             )
         )
     return Table(
         "All attentions, best first",
-        ("attention", "order", "loss, nats per byte", "bits per byte", "minus softmax", "tokens/s")
+        ("attention", "order", "loss, nats per byte", "bits per byte", minus, "tokens/s")
         + (("parameters",) if parameters else ()),
         tuple(rows),
         words=2,
-        caption="Mean ± half the width of the 95 % interval"
+        caption=f"{_why(record)}Mean ± half the width of the 95 % interval"
         + (" over seeds." if len(record.provenance.seeds) > 1 else " over blocks of held-out text, for differences."),
     )
 
