@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mercer.mixers.base import Mixer
 from mercer.mixers.head_norm import HeadNorm
-from mercer.mixers.head_sizes import head_size
+from mercer.mixers.head_sizes import key_and_value
 from mercer.mixers.matrix_recurrence import matrix_recurrence
 from mercer.mixers.short_convolution import ShortConvolution
 
@@ -51,8 +51,7 @@ class DeltaNet(Mixer):
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.twice = dim, heads, twice
-        self.key_dim = head_size(self.name, "key", dim, key_expand, heads)
-        self.value_dim = head_size(self.name, "value", dim, value_expand, heads)
+        self.key_dim, self.value_dim = key_and_value(self.name, dim, heads, key_expand, value_expand)
         keys, values = heads * self.key_dim, heads * self.value_dim
         self.qkv = nn.Linear(dim, 2 * keys + values, bias=False)
         self.convolution = ShortConvolution(2 * keys + values, width, bias=False)

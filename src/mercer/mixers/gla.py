@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mercer.mixers.base import Mixer
 from mercer.mixers.head_norm import HeadNorm
-from mercer.mixers.head_sizes import head_size
+from mercer.mixers.head_sizes import key_and_value
 from mercer.mixers.matrix_recurrence import matrix_recurrence
 
 
@@ -43,8 +43,7 @@ class GatedLinearAttention(Mixer):
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.temperature = dim, heads, temperature
-        self.key_dim = head_size("gla", "key", dim, key_expand, heads)
-        self.value_dim = head_size("gla", "value", dim, value_expand, heads)
+        self.key_dim, self.value_dim = key_and_value("gla", dim, heads, key_expand, value_expand)
         keys, values = heads * self.key_dim, heads * self.value_dim
         self.qkv = nn.Linear(dim, 2 * keys + values, bias=False)
         self.gate = nn.Linear(dim, values, bias=False)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from mercer.mixers.head_sizes import key_and_value
 from mercer.mixers.mixer_config import MixerConfig, Positive, Ratio
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ class GLAConfig(MixerConfig):
     temperature: Ratio = 16.0
     """What the logarithms of the decays are divided by."""
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
+
+    def check(self, dim: int, heads: int) -> None:
+        own = heads if self.heads is None else self.heads
+        key_and_value("gla", dim, own, self.key_expand, self.value_expand)
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> GatedLinearAttention:
         from mercer.mixers.gla import GatedLinearAttention

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
+from mercer.mixers.head_sizes import mamba_inner
 from mercer.mixers.selective_scan import selective_scan
 from mercer.mixers.short_convolution import ShortConvolution
 from mercer.mixers.steps import draw_step_bias, rates
@@ -65,12 +66,10 @@ class Mamba(Mixer):
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        inner = expand * dim if inner is None else inner
+        inner = mamba_inner(dim, expand, inner, heads)
         rank = math.ceil(dim / 16) if rank is None else rank
         if inner_norms not in (None, "learned", "plain"):
             raise InvalidArgument(f"inner_norms must be 'learned', 'plain' or None, got {inner_norms!r}")
-        if inner % heads:
-            raise InvalidArgument(f"{heads} heads do not divide the {inner} channels inside mamba")
         self.dim, self.inner, self.state, self.rank, self.heads = dim, inner, state, rank, heads
         self.inner_norms, self.norm_eps = inner_norms, norm_eps
         self.input = nn.Linear(dim, 2 * inner, bias=bias)

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
 from mercer.mixers.decayed_sum import decayed_sum
 from mercer.mixers.head_norm import HeadNorm
+from mercer.mixers.head_sizes import mamba2_sizes, steps_in_order
 from mercer.mixers.short_convolution import ShortConvolution
 from mercer.mixers.steps import decay_of, draw_log_rate, draw_step_bias, rates
 
@@ -59,20 +59,8 @@ class Mamba2(Mixer):
         convolution_bias: bool = True,
     ) -> None:
         super().__init__()
-        inner = expand * dim
-        if inner % head_dim:
-            raise InvalidArgument(
-                f"mamba2 has {expand} * {dim} channels inside, which heads of {head_dim} do not divide: choose another "
-                "head_dim"
-            )
-        heads = inner // head_dim
-        if heads % groups:
-            raise InvalidArgument(f"{groups} groups do not divide the {heads} heads of mamba2")
-        normed = groups if norm_groups is None else norm_groups
-        if inner % normed:
-            raise InvalidArgument(f"{normed} norm_groups do not divide the {inner} channels inside mamba2")
-        if step_most is not None and step_most < step_least:
-            raise InvalidArgument(f"step_most {step_most} is below step_least {step_least}")
+        steps_in_order(step_least, step_most)
+        inner, heads, normed = mamba2_sizes(dim, head_dim, expand, groups, norm_groups)
         self.dim, self.inner, self.heads, self.head_dim = dim, inner, heads, head_dim
         self.state, self.groups, self.norm_before_gate = state, groups, norm_before_gate
         self.step_least, self.step_most = step_least, step_most

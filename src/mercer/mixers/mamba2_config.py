@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from mercer.mixers.head_sizes import mamba2_sizes, steps_in_order
 from mercer.mixers.mixer_config import MixerConfig, Positive
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ class Mamba2Config(MixerConfig):
     bias: bool = False
     """Biases in the two linear layers."""
     convolution_bias: bool = True
+
+    @model_validator(mode="after")
+    def _steps_are_in_order(self) -> Self:
+        steps_in_order(self.step_least, self.step_most)
+        return self
+
+    def check(self, dim: int, heads: int) -> None:
+        mamba2_sizes(dim, self.head_dim, self.expand, self.groups, self.norm_groups)
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> Mamba2:
         from mercer.mixers.mamba2 import Mamba2

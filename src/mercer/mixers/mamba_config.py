@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from mercer.mixers.head_sizes import mamba_inner
 from mercer.mixers.mixer_config import MixerConfig, Positive
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class MambaConfig(MixerConfig):
     inner_norms: Literal["learned", "plain"] | None = None
     """RMS norms of what steps are made of, of B and of C: with weights, without, or none."""
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+
+    def check(self, dim: int, heads: int) -> None:
+        mamba_inner(dim, self.expand, self.inner, self.heads)
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> Mamba:
         from mercer.mixers.mamba import Mamba

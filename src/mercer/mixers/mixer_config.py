@@ -31,6 +31,13 @@ class MixerConfig(BaseModel):
         except ValidationError as error:
             raise InvalidArgument(faults(error, type(self).model_fields)) from error
 
+    def check(self, dim: int, heads: int) -> None:
+        """Refuse options that do not fit a model of `dim` and `heads`, as `build` does, before there is a mixer.
+
+        Raises:
+            InvalidArgument: sizes that do not fit.
+        """
+
     @abstractmethod
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> Mixer:
         """The mixer of one layer of a model. dim: channels of the residual stream. heads: those of the model's

@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
 from mercer.mixers.decayed_sum import decayed_sum
 from mercer.mixers.head_norm import HeadNorm
-from mercer.mixers.head_sizes import head_size
+from mercer.mixers.head_sizes import turned_key_and_value
 from mercer.nn.rotary import Rotary, Turns
 
 
@@ -45,12 +44,8 @@ class Retention(Mixer):
         rope_base: float = 10000.0,
     ) -> None:
         super().__init__()
-        if heads < 1 or dim % heads or (dim // heads) % 2:
-            raise InvalidArgument(
-                f"retnet needs an even number of key channels in each head, not {dim} / {heads} heads"
-            )
-        self.dim, self.heads, self.key_dim, self.rope_base = dim, heads, dim // heads, rope_base
-        self.value_dim = head_size("retnet", "value", dim, value_expand, heads)
+        self.key_dim, self.value_dim = turned_key_and_value(dim, heads, value_expand)
+        self.dim, self.heads, self.rope_base = dim, heads, rope_base
         self.rotary = Rotary(self.key_dim, base=rope_base)
         self.qkv = nn.Linear(dim, 2 * dim + heads * self.value_dim, bias=False)
         self.gate = nn.Linear(dim, heads * self.value_dim, bias=False)

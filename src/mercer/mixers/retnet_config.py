@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from mercer.mixers.head_sizes import turned_key_and_value
 from mercer.mixers.mixer_config import MixerConfig
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class RetNetConfig(MixerConfig):
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     rope_base: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10000.0
     """Base of the rates at which queries and keys turn with their positions."""
+
+    def check(self, dim: int, heads: int) -> None:
+        turned_key_and_value(dim, heads, self.value_expand)
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> Retention:
         from mercer.mixers.retnet import Retention

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
+from mercer.mixers.head_sizes import check_blocks
 from mercer.mixers.linear_recurrence import linear_recurrence
 from mercer.mixers.short_convolution import ShortConvolution
 from mercer.nn.start import HasStart
@@ -45,8 +45,7 @@ class RGLRU(Mixer):
 
     def __init__(self, dim: int, width: int, *, blocks: int, conv: int = 4, bias: bool = True) -> None:
         super().__init__()
-        if blocks < 1 or width % blocks:
-            raise InvalidArgument(f"rg-lru needs a width that its blocks divide, not {width} in {blocks} blocks")
+        check_blocks(width, blocks)
         self.dim, self.width = dim, width
         self.input = nn.Linear(dim, 2 * width, bias=bias)  # the gate's rows first
         self.conv = ShortConvolution(width, conv, activation=None)

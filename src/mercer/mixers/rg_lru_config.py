@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mercer.mixers.head_sizes import check_blocks
 from mercer.mixers.mixer_config import MixerConfig, Positive
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ class RGLRUConfig(MixerConfig):
     """Inputs that the short convolution looks at."""
     bias: bool = True
     """Biases of the three linear layers; the gates and the convolution always have theirs."""
+
+    def check(self, dim: int, heads: int) -> None:
+        check_blocks(dim if self.width is None else self.width, heads if self.blocks is None else self.blocks)
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> RGLRU:
         from mercer.mixers.rg_lru import RGLRU

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from mercer.mixers.head_sizes import head_size
 from mercer.mixers.mixer_config import MixerConfig
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ class RWKV5Config(MixerConfig):
     """None: as many as the model's attentions. The paper's heads have 64 channels."""
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 64e-5
     """Of the norm of each head."""
+
+    def check(self, dim: int, heads: int) -> None:
+        head_size("rwkv5", "key", dim, 1.0, heads if self.heads is None else self.heads)
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> RWKV5:
         from mercer.mixers.rwkv5 import RWKV5

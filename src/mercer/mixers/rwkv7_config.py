@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from mercer.mixers.head_sizes import head_size
 from mercer.mixers.mixer_config import MixerConfig, Positive
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ class RWKV7Config(MixerConfig):
     """Inside the map of the gate; None: the same with 5 sqrt(dim)."""
     norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 64e-5
     """Of the norm of each head."""
+
+    def check(self, dim: int, heads: int) -> None:
+        head_size("rwkv7", "key", dim, 1.0, heads if self.heads is None else self.heads)
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> RWKV7:
         from mercer.mixers.rwkv7 import RWKV7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mercer.errors import InvalidArgument
+from mercer.mixers.head_sizes import conjugate_pairs
 from mercer.mixers.hippo import normal_and_low_rank
 from mercer.mixers.low_rank_system import LowRankSystem
 from mercer.mixers.state_space import StateSpace
@@ -44,9 +44,7 @@ class S4(StateSpace):
         glu: bool = True,
         form: str = "auto",
     ) -> None:
-        if state % 2:
-            raise InvalidArgument(f"s4 keeps pairs of conjugate numbers: state must be even, not {state}")
-        super().__init__(dim, shape=(state // 2, 2), form=form, glu=glu)
+        super().__init__(dim, shape=(conjugate_pairs("s4", state), 2), form=form, glu=glu)
         self.steps = (step_least, step_most)
         self.log_rate, self.frequency = (nn.Parameter(torch.empty(dim, state // 2)) for _ in range(2))
         self.low, self.write, self.read = (nn.Parameter(torch.empty(dim, state // 2, 2)) for _ in range(3))

@@ -9,6 +9,7 @@ from torch import nn
 
 from mercer.errors import InvalidArgument
 from mercer.mixers.diagonal_system import DiagonalSystem
+from mercer.mixers.head_sizes import conjugate_pairs
 from mercer.mixers.hippo import normal_and_low_rank
 from mercer.mixers.state_space import StateSpace
 from mercer.mixers.steps import rates
@@ -54,11 +55,7 @@ class S4D(StateSpace):
                 f"s4d: init must be one of {', '.join(INITS)} and rule one of {', '.join(RULES)}, not {init!r} and "
                 f"{rule!r}"
             )
-        if init != "real" and state % 2:
-            raise InvalidArgument(
-                f"s4d keeps pairs of conjugate numbers: state must be even for init {init!r}, not {state}"
-            )
-        shape = (state, 1) if init == "real" else (state // 2, 2)
+        shape = (state, 1) if init == "real" else (conjugate_pairs("s4d", state, f" for init {init!r}"), 2)
         super().__init__(dim, shape=shape, form=form, glu=glu)
         self.init, self.rule, self.steps = init, rule, (step_least, step_most)
         self.log_rate = nn.Parameter(torch.empty(dim, shape[0]))

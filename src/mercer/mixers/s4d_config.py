@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
+from mercer.mixers.head_sizes import conjugate_pairs, steps_in_order
 from mercer.mixers.mixer_config import MixerConfig, Positive, Ratio
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ class StateSpaceConfig(MixerConfig):
 
     @model_validator(mode="after")
     def _steps_are_in_order(self) -> Self:
-        if self.step_most < self.step_least:
-            raise ValueError(f"step_most {self.step_most:g} is below step_least {self.step_least:g}")
+        steps_in_order(self.step_least, self.step_most)
         return self
 
 
@@ -42,6 +42,12 @@ class S4DConfig(StateSpaceConfig):
     """Where A starts: S4D-Lin, S4D-Inv, S4D-LegS or S4D-Real."""
     rule: Literal["zoh", "bilinear"] = "zoh"
     """How continuous time becomes steps: the input stays the same between tokens, or the bilinear transform."""
+
+    @model_validator(mode="after")
+    def _state_is_of_pairs(self) -> Self:
+        if self.init != "real":
+            conjugate_pairs("s4d", self.state, f" for init {self.init!r}")
+        return self
 
     def build(self, dim: int, heads: int, *, layer: int, layers: int) -> S4D:
         from mercer.mixers.s4d import S4D

@@ -71,7 +71,7 @@ class ModelConfig(BlockConfig):
     """Number of token ids."""
     mixers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of the mixers that `attention` names: {"mamba": {"state": 16}}. `mercer.mixers` has them, with defaults;
-    sizes that they leave open come from `heads`."""
+    sizes that they leave open come from `heads`, and those that do not fit `dim` and `heads` are refused."""
     feedforward: Literal[
         "swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "silu", "none", "rwkv4", "rwkv7"
     ] = "swiglu"
@@ -166,7 +166,7 @@ class ModelConfig(BlockConfig):
                 raise ValueError(f"mixers has options of {name!r}, which attention does not name")
         for name in named:
             try:
-                mixer_config(name, self.mixers.get(name))
+                mixer_config(name, self.mixers.get(name)).check(self.dim, self.heads)
             except InvalidArgument as error:
                 raise ValueError(f"mixers: {error}") from error
         if named and (self.norm_position != "pre" or self.parallel != "none"):

@@ -65,7 +65,7 @@ class SharedHybridConfig(ModelConfig):
         if other := [name for name in self.mixers if name != self.mixer]:
             raise ValueError(f"mixers has options of {other[0]!r}, and mixer is {self.mixer!r}")
         try:
-            mixer_config(self.mixer, self.mixers.get(self.mixer))
+            mixer_config(self.mixer, self.mixers.get(self.mixer)).check(self.dim, self.heads)
         except InvalidArgument as error:
             raise ValueError(f"mixer: {error}") from error
         if self.feedforward in ("none", "rwkv4", "rwkv7"):
