@@ -45,7 +45,7 @@ def chat(
         bool,
         typer.Option(
             help="Read names of special tokens in messages as they are spelt, and refuse plain text that would end a "
-            "message's turn, such as [/INST] with Llama 2; or take both for what they look like."
+            "message's turn, as with Llama 2; or take both for what they look like."
         ),
     ] = True,
     max_tokens: options.MaxTokens = 1024,
