@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from mercer.backends.matrix_block_parts import BLOCK, DECAY, FADED, PUSH, READ, SEEK, TAKE, kind
-from mercer.backends.microkernels import ROW, TILE, add, broadcast, fma, load, mul, splat, store
+from mercer.backends.matrix_block_layout import BLOCK, DECAY, FADED, PUSH, READ, SEEK, TAKE, kind
+from mercer.backends.microkernels import ROW, TILE, add, broadcast, by_call, fma, load, mul, splat, store
 
 F = np.float32
 OF_READ, OF_SEEK, OF_PUSH, OF_TAKE, OF_DECAY = range(5)
@@ -21,7 +21,7 @@ CARRIED = 2 * (BLOCK + 1) * TILE + 2 * TILE
 """Bytes of scratch: writes before every token, and gradients of writes."""
 
 
-@njit
+@by_call
 def pairs_back(removes: bool, block: int, each: int, grads: int, end: int, pairs: int, line: int, work: int) -> None:
     """Turns U and the gradients of writes until the end, in grads, into those of q', k (and b, a), and makes that of w.
 

@@ -15,6 +15,26 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mercer.backends.matrix_block_layout import (
+    ASKED,
+    BLOCK,
+    FADED,
+    PUSH,
+    PUSH_TO,
+    READ,
+    READ_FROM,
+    READ_PUSH,
+    READ_TAKE,
+    SEEK,
+    SEEK_FROM,
+    SEEK_PUSH,
+    SEEK_TAKE,
+    TAKE,
+    faded,
+    kind,
+    ones,
+    pairs_of,
+)
 from mercer.backends.matrix_block_vectors import (
     after,
     after_turned,
@@ -33,13 +53,14 @@ from mercer.backends.matrix_block_vectors import (
     rows_of,
     solve,
 )
-from mercer.backends.matrix_scan_parts import lanes_of, pack_some, unpack_some, widest
+from mercer.backends.matrix_scan_parts import column, lanes_of, locate, number, pack_some, unpack_some, widest
 from mercer.backends.matrix_scan_table import ADDRESS, BONUS, CHANNELS, HALF, KEY, LOG, PART, QUERY, SLICE, TOKEN, A, B
 from mercer.backends.matrix_scan_vectors import total
 from mercer.backends.microkernels import (
     LANES,
     ROW,
     TILE,
+    by_call,
     exp,
     fma,
     get,
@@ -52,57 +73,17 @@ from mercer.backends.microkernels import (
     splat,
     store,
 )
-from mercer.backends.polynomial_blocks import locate, padded
+from mercer.backends.polynomial_blocks import padded
 
 F = np.float32
-BLOCK = LANES
-"""Tokens of a block: one for every lane."""
 ROWS1, ROWS2, ROWS4 = rows_of(1), rows_of(2), rows_of(4)
 PITCH = 4 * SLICE
 """Bytes of a row of a slice's columns."""
 
-# What a block is made of: kinds of rows of channels, of `16 each` bytes a kind, and after them the rest.
-DECAY, READ, PUSH, TAKE, SEEK, READ_FROM, SEEK_FROM, PUSH_TO, TAKE_TO, FADED, ASKED = range(11)
-"""w, q', k, a, b; q' E, b E; k and a until the end; E; q with the scale."""
-KINDS = 11
-READ_PUSH, READ_TAKE, SEEK_PUSH, SEEK_TAKE = range(4)
-"""Pairs, [j][t]: q' with k and a, and the own products on the diagonal; b with k and a."""
-
-
-@njit
-def block_room(each: int) -> int:
-    """Bytes of a block: rows, E at the end and ones, pairs, own products."""
-    return (KINDS * BLOCK + 2) * each + ROW + 4 * TILE + 2 * ROW
-
-
-@njit
-def kind(block: int, each: int, which: int) -> int:
-    """Where its rows of a kind are."""
-    return block + which * BLOCK * each
-
-
-@njit
-def faded(block: int, each: int) -> int:
-    """E after its last token."""
-    return block + KINDS * BLOCK * each
-
-
-@njit
-def ones(block: int, each: int) -> int:
-    """As many ones as there are channels, and 32 at least."""
-    return faded(block, each) + each
-
-
-@njit
-def pairs_of(block: int, each: int, which: int) -> int:
-    """A matrix of pairs."""
-    return faded(block, each) + 2 * each + ROW + which * TILE
-
-
 # Products
 
 
-@njit
+@by_call
 def multiply(
     vectors: int, left: int, row: int, inner: int, rows: int, right: int, step: int, count: int, out: int, pitch: int
 ) -> None:
@@ -118,7 +99,7 @@ def multiply(
             product1(left + r * row, row, inner, right, step, count, out + r * pitch, pitch)
 
 
-@njit
+@by_call
 def multiply_onto(
     vectors: int, left: int, row: int, inner: int, rows: int, right: int, step: int, count: int, out: int, pitch: int,
     source: int, scale: int,
@@ -148,6 +129,14 @@ def fill(at: int, size: int, x: Any) -> None:
         store(at + c, x)
 
 
+@by_call
+def copy_lines(source: int, stride: int, rows: int, size: int, target: int, pitch: int) -> None:
+    """Rows of whole vectors."""
+    for i in range(rows):
+        for c in range(0, size, ROW):
+            store(target + i * pitch + c, load(source + i * stride + c))
+
+
 @njit
 def ask(at: int, size: int) -> None:
     """Ask memory for a row: a block is a page of a tensor often, and processors look no page ahead."""
@@ -155,18 +144,19 @@ def ask(at: int, size: int) -> None:
         prefetch(at + c)
 
 
-@njit
-def ask_rows(tensors: Any, which: int, b: int, h: int, t: int, dim: int) -> None:
+@by_call
+def ask_rows(tensors: int, which: int, b: int, h: int, t: int, dim: int) -> None:
     """Ask memory for a block's rows of a tensor, if it is there."""
-    if tensors[which, ADDRESS] != 0:
-        at, stride, size = locate(tensors, which, b, h, t), tensors[which, TOKEN], 2 if tensors[which, HALF] else 4
+    if column(tensors, which, ADDRESS) != 0:
+        at, stride = locate(tensors, which, b, h, t), column(tensors, which, TOKEN)
+        size = 2 if column(tensors, which, HALF) else 4
         for i in range(BLOCK):
             ask(at + i * stride, dim * size)
 
 
-@njit
+@by_call
 def prepare(
-    tensors: Any, sizes: Any, scale: float, b: int, h: int, t: int, tokens: int, dim: int, deep: int, block: int,
+    tensors: int, sizes: int, scale: float, b: int, h: int, t: int, tokens: int, dim: int, deep: int, block: int,
     tiles: int, ahead: int,
 ) -> None:  # fmt: skip
     """All of a block that knows of no value and no state. Tokens that are not there decay, push and read nothing.
@@ -174,14 +164,12 @@ def prepare(
     tiles: scratch of 4 TILE; ahead: tokens from here to those that are read next, which memory is asked for now.
     """
     each = 4 * deep
-    removes = tensors[A, ADDRESS] != 0
+    removes = column(tensors, A, ADDRESS) != 0
     fill(ones(block, each), each + ROW, splat(F(1)))
-    pack_decays(locate(tensors, LOG, b, h, t), tensors[LOG, HALF], tensors[LOG, TOKEN], tokens, sizes[CHANNELS], dim,
-                block, each)  # fmt: skip
+    pack_decays(tensors, number(sizes, CHANNELS), b, h, t, tokens, dim, block, each)
     for which, to in ((QUERY, READ), (KEY, PUSH), (A, TAKE), (B, SEEK)):
-        if tensors[which, ADDRESS] != 0:
-            at, half, stride = locate(tensors, which, b, h, t), tensors[which, HALF], tensors[which, TOKEN]
-            pack_rows(at, half, stride, tokens, dim, kind(block, each, to), each)
+        if column(tensors, which, ADDRESS) != 0:
+            pack_rows(tensors, which, b, h, t, tokens, dim, kind(block, each, to), each)
     own = pairs_of(block, each, 4)
     ask_rows(tensors, QUERY, b, h, t + ahead, dim)
     meet_themselves(removes, locate(tensors, BONUS, 0, h, 0), scale, dim, block, each, own)
@@ -189,7 +177,7 @@ def prepare(
     ask_rows(tensors, A, b, h, t + ahead, dim)
     fade(removes, block, each)
     ask_rows(tensors, B, b, h, t + ahead, dim)
-    ask_rows(tensors, LOG, b, h, t + ahead, dim if sizes[CHANNELS] else 1)
+    ask_rows(tensors, LOG, b, h, t + ahead, dim if number(sizes, CHANNELS) else 1)
     meet(removes, block, deep, tiles)
     for i in range(BLOCK):
         put(pairs_of(block, each, READ_PUSH) + i * (ROW + 4), get(own + 4 * i))
@@ -197,44 +185,54 @@ def prepare(
             put(pairs_of(block, each, READ_TAKE) + i * (ROW + 4), get(own + ROW + 4 * i))
 
 
-@njit
-def pack_rows(at: int, half: int, stride: int, tokens: int, dim: int, to: int, each: int) -> None:
+@by_call
+def pack_rows(tensors: int, which: int, b: int, h: int, t: int, tokens: int, dim: int, to: int, each: int) -> None:
     """A block's rows of a tensor in float32; 0 for tokens that are not there."""
+    at, half, stride = locate(tensors, which, b, h, t), column(tensors, which, HALF), column(tensors, which, TOKEN)
     size = 2 if half else 4
-    for i in range(tokens):
-        pack_some(at + i * stride, half, dim, to + i * each, size)
+    if half or dim % LANES:
+        for i in range(tokens):
+            pack_some(at + i * stride, half, dim, to + i * each, size)
+    else:
+        copy_lines(at, stride, tokens, 4 * dim, to, each)
     fill(to + tokens * each, (BLOCK - tokens) * each, splat(F(0)))
 
 
-@njit
+@by_call
 def unpack_rows(
-    tensors: Any, which: int, part: int, b: int, h: int, t: int, tokens: int, dim: int, source: int, each: int
+    tensors: int, which: int, part: int, b: int, h: int, t: int, tokens: int, dim: int, source: int, each: int
 ) -> None:
     """The way back into a part's tensor, for the tokens that are there."""
-    half, stride = tensors[which, HALF], tensors[which, TOKEN]
+    half, stride = column(tensors, which, HALF), column(tensors, which, TOKEN)
     size = 2 if half else 4
-    target = locate(tensors, which, b, h, t) + part * tensors[which, PART]
-    for i in range(tokens):
-        ask(target + (i - BLOCK) * stride, dim * size)
-        unpack_some(source + i * each, target + i * stride, half, dim, size)
+    target = locate(tensors, which, b, h, t) + part * column(tensors, which, PART)
+    if half or dim % LANES:
+        for i in range(tokens):
+            unpack_some(source + i * each, target + i * stride, half, dim, size)
+    else:
+        copy_lines(source, each, tokens, 4 * dim, target, stride)
+    for i in range(-BLOCK, 0):
+        ask(target + i * stride, dim * size)
 
 
-@njit
-def pack_decays(at: int, half: int, stride: int, tokens: int, channels: int, dim: int, to: int, each: int) -> None:
+@by_call
+def pack_decays(tensors: int, channels: int, b: int, h: int, t: int, tokens: int, dim: int, to: int, each: int) -> None:
     """w = exp(g); 1 for tokens that are not there, or where nothing fades."""
-    if at == 0:
+    if column(tensors, LOG, ADDRESS) == 0:
         fill(to, BLOCK * each, splat(F(1)))
     elif channels:
-        pack_rows(at, half, stride, tokens, dim, to, each)
+        pack_rows(tensors, LOG, b, h, t, tokens, dim, to, each)
         for c in range(0, BLOCK * each, ROW):
             store(to + c, exp(load(to + c)))
     else:
         for i in range(BLOCK):
-            x = exp(splat(total(load_row(at + i * stride, half, 1)))) if i < tokens else splat(F(1))
+            x = splat(F(1))
+            if i < tokens:
+                x = exp(splat(total(load_row(locate(tensors, LOG, b, h, t + i), column(tensors, LOG, HALF), 1))))
             fill(to + i * each, each, x)
 
 
-@njit
+@by_call
 def meet_themselves(removes: bool, bonus: int, scale: float, dim: int, block: int, each: int, own: int) -> None:
     """q' and q with the scale, of q; and what every token's query gives its own k (u k), and its a, at `own`."""
     factor, second = splat(F(scale)), own + ROW
@@ -256,7 +254,7 @@ def meet_themselves(removes: bool, bonus: int, scale: float, dim: int, block: in
         put(second + 4 * t, total(taken))
 
 
-@njit
+@by_call
 def fade(removes: bool, block: int, each: int) -> None:
     """E, q' E, b E, and E at the end."""
     for c in range(0, each, ROW):
@@ -270,7 +268,7 @@ def fade(removes: bool, block: int, each: int) -> None:
         store(faded(block, each) + c, e)
 
 
-@njit
+@by_call
 def meet(removes: bool, block: int, deep: int, tiles: int) -> None:
     """The pairs of all tokens, and k and a until the end.
 
@@ -291,7 +289,7 @@ def meet(removes: bool, block: int, deep: int, tiles: int) -> None:
             after_turned(to + other * ROW, s, other)
 
 
-@njit
+@by_call
 def meet_later(removes: bool, block: int, deep: int, j: int, tile: int, step: int) -> None:
     """The pairs of token j with those after it, in lanes, `step` bytes from one to the next."""
     each, vectors = 4 * deep, deep // LANES
@@ -324,40 +322,48 @@ def meet_later(removes: bool, block: int, deep: int, j: int, tile: int, step: in
 # Columns
 
 
-@njit
+@by_call
 def pack_columns(
-    tensors: Any, which: int, b: int, h: int, t: int, tokens: int, first: int, columns: int, to: int,
+    tensors: int, which: int, b: int, h: int, t: int, tokens: int, first: int, columns: int, to: int,
     ahead: int,
 ) -> None:  # fmt: skip
     """Some columns of a block's rows of a tensor, PITCH apart; 0 for tokens and columns that are not there."""
-    half, stride = tensors[which, HALF], tensors[which, TOKEN]
+    half, stride = column(tensors, which, HALF), column(tensors, which, TOKEN)
     size = 2 if half else 4
     source = locate(tensors, which, b, h, t) + first * size
     bytes_there, bytes_all = 4 * padded(columns), lanes_of(columns) * ROW
-    for i in range(tokens):
-        at = to + i * PITCH
-        ask(source + (i + ahead) * stride, columns * size)
-        pack_some(source + i * stride, half, columns, at, size)
-        fill(at + bytes_there, bytes_all - bytes_there, splat(F(0)))
+    if half or columns % LANES or bytes_there < bytes_all:
+        for i in range(tokens):
+            at = to + i * PITCH
+            pack_some(source + i * stride, half, columns, at, size)
+            fill(at + bytes_there, bytes_all - bytes_there, splat(F(0)))
+    else:
+        copy_lines(source, stride, tokens, bytes_all, to, PITCH)
     for i in range(tokens, BLOCK):
         fill(to + i * PITCH, bytes_all, splat(F(0)))
+    for i in range(BLOCK):
+        ask(source + (i + ahead) * stride, columns * size)
 
 
-@njit
+@by_call
 def unpack_columns(
-    tensors: Any, which: int, b: int, h: int, t: int, tokens: int, first: int, columns: int, source: int,
+    tensors: int, which: int, b: int, h: int, t: int, tokens: int, first: int, columns: int, source: int,
     ahead: int,
 ) -> None:  # fmt: skip
     """The way back, for the tokens that are there."""
-    half, stride = tensors[which, HALF], tensors[which, TOKEN]
+    half, stride = column(tensors, which, HALF), column(tensors, which, TOKEN)
     size = 2 if half else 4
     target = locate(tensors, which, b, h, t) + first * size
-    for i in range(tokens):
+    if half or columns % LANES:
+        for i in range(tokens):
+            unpack_some(source + i * PITCH, target + i * stride, half, columns, size)
+    else:
+        copy_lines(source, PITCH, tokens, 4 * columns, target, stride)
+    for i in range(BLOCK):
         ask(target + (i + ahead) * stride, columns * size)
-        unpack_some(source + i * PITCH, target + i * stride, half, columns, size)
 
 
-@njit
+@by_call
 def remove(block: int, deep: int, vectors: int, state: int, values: int) -> None:
     """What a block's tokens remove, r, 16 rows behind the values."""
     each, removed = 4 * deep, values + BLOCK * PITCH
@@ -368,7 +374,7 @@ def remove(block: int, deep: int, vectors: int, state: int, values: int) -> None
         solve(removed + c, PITCH, pairs_of(block, each, SEEK_TAKE))
 
 
-@njit
+@by_call
 def advance(removes: bool, block: int, deep: int, vectors: int, state: int, after: int, values: int) -> None:
     """The state after a block of the one before it."""
     each, written = 4 * deep, 2 * BLOCK if removes else BLOCK

@@ -192,7 +192,7 @@ def _run(
         strides = [(2 if half else 4) * n for n in (0, *x.stride())]
         first = 0 if row == at.BONUS else 2 if row in at.BY_PART else 1
         numbers += (x.data_ptr(), half, *(*strides[first:], 0, 0)[:3], strides[1] if row in at.BY_PART else 0)
-    tensors = np.array(numbers, np.int64).reshape(at.TENSORS, 6)
+    tensors = np.array(numbers, np.int64)
     channels = log is not None and log.shape[-1] == dim and dim > 1
     width = value.shape[-1]
     parts = _parts(batch * heads, width)
@@ -203,9 +203,10 @@ def _run(
     pitch = -(-room(dim, -(-_slices(width) // parts)) // 64) * 16  # floats, whole lines
     work = torch.empty(threads * pitch)
     address = work.data_ptr()
+    tables = [x.ctypes.data for x in (tensors, sizes, counts)]
 
     def part(thread: int, start: int, stop: int) -> None:
-        kernel(tensors, sizes, counts, scale, address + 4 * thread * pitch, start, stop)
+        kernel(*tables, scale, address + 4 * thread * pitch, start, stop)
 
     if threads == 1:
         part(0, 0, items)
@@ -213,7 +214,7 @@ def _run(
         share(items, part)
 
 
-_ABSENT = (0, 0, 0, 0, 0, 0)
+_ABSENT = (0,) * at.COLUMNS
 
 
 def _parts(heads: int, width: int) -> int:

@@ -13,11 +13,27 @@ and `matrix_block_pairs` makes of these the gradients of every token's channels.
 tokens, and what was removed; the states between come from these.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
+from mercer.backends.matrix_block_layout import (
+    ASKED,
+    BLOCK,
+    PUSH,
+    PUSH_TO,
+    READ_FROM,
+    READ_PUSH,
+    READ_TAKE,
+    SEEK_PUSH,
+    SEEK_TAKE,
+    TAKE,
+    TAKE_TO,
+    block_room,
+    faded,
+    kind,
+    ones,
+    pairs_of,
+)
 from mercer.backends.matrix_block_pairs import (
     CARRIED,
     GRADS,
@@ -29,28 +45,12 @@ from mercer.backends.matrix_block_pairs import (
     pairs_back,
 )
 from mercer.backends.matrix_block_parts import (
-    ASKED,
-    BLOCK,
     PITCH,
-    PUSH,
-    PUSH_TO,
-    READ_FROM,
-    READ_PUSH,
-    READ_TAKE,
-    SEEK_PUSH,
-    SEEK_TAKE,
-    TAKE,
-    TAKE_TO,
     advance,
-    block_room,
-    faded,
     fill,
-    kind,
     multiply,
     multiply_onto,
-    ones,
     pack_columns,
-    pairs_of,
     prepare,
     unpack_columns,
     unpack_rows,
@@ -82,13 +82,14 @@ from mercer.backends.matrix_scan_table import (
     VALUE_DIM,
     A,
 )
-from mercer.backends.matrix_scan_vectors import total
+from mercer.backends.matrix_scan_vectors import column, locate, number, total
 from mercer.backends.microkernels import (
     LANES,
     ROW,
     TILE,
     add,
     broadcast,
+    by_call,
     fma,
     lane_sums,
     load,
@@ -98,7 +99,7 @@ from mercer.backends.microkernels import (
     store,
     store_row,
 )
-from mercer.backends.polynomial_blocks import locate, padded
+from mercer.backends.polynomial_blocks import padded
 
 F = np.float32
 BLOCKS = OUTER // BLOCK
@@ -134,23 +135,23 @@ def places(work: int, each: int, slices: int, block: int) -> tuple[int, ...]:
     return work, grad, states, values, turned, rows, mixed, end, pairs, carried, bonus, bonus + each + ROW
 
 
-@njit
-def backward_item(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int, b: int, h: int, part: int) -> None:
+@by_call
+def backward_item(tensors: int, sizes: int, lengths: int, scale: float, work: int, b: int, h: int, part: int) -> None:
     """All tokens of a part of a head's slices."""
-    dim, width, count = sizes[DIM], sizes[VALUE_DIM], lengths[b]
+    dim, width, count = number(sizes, DIM), number(sizes, VALUE_DIM), number(lengths, b)
     begin, stop = pieces_of(sizes, part)
     deep = padded(dim)
     each, size, one = 4 * deep, deep * PITCH, block_room(4 * deep)
     at = places(work, each, stop - begin, one)
     _, grad, states, values, turned, rows, mixed, end, pairs, carried, bonus_sum, _ = at
-    removes = tensors[A, ADDRESS] != 0
+    removes = column(tensors, A, ADDRESS) != 0
     line = WAYS if removes else ROW
     fill(bonus_sum, each, splat(F(0)))
     source = locate(tensors, GRAD_FINAL, b, h, 0)
     for piece in range(begin, stop):
         first, columns = piece * SLICE, columns_of(width, piece)
         at, to = source + 4 * first if source else 0, grad + (piece - begin) * size
-        copy_rows(at, tensors[GRAD_FINAL, TOKEN], dim, columns, to, PITCH, deep, lanes_of(columns))
+        copy_rows(at, column(tensors, GRAD_FINAL, TOKEN), dim, columns, to, PITCH, deep, lanes_of(columns))
     for start in range((count - 1) // OUTER * OUTER, -1, -OUTER):
         blocks = (min(OUTER, count - start) + BLOCK - 1) // BLOCK
         for i in range(blocks):
@@ -177,26 +178,31 @@ def backward_item(tensors: Any, sizes: Any, lengths: Any, scale: float, work: in
             turn_rows(removes, deep, mixed, rows)
             pairs_back(removes, block, each, rows, end, pairs, line, carried)
             finish(removes, locate(tensors, BONUS, 0, h, 0), scale, dim, block, each, rows, pairs, line, bonus_sum)
-            give(tensors, sizes[CHANNELS], part, b, h, t, tokens, dim, rows, each)
+            give(tensors, number(sizes, CHANNELS), part, b, h, t, tokens, dim, rows, each)
     target = locate(tensors, GRAD_STATE, b, h, 0)
     if target:
         for piece in range(begin, stop):
             first, at = piece * SLICE, grad + (piece - begin) * size
-            write_rows(at, PITCH, dim, columns_of(width, piece), target + 4 * first, tensors[GRAD_STATE, TOKEN])
+            write_rows(at, PITCH, dim, columns_of(width, piece), target + 4 * first, column(tensors, GRAD_STATE, TOKEN))
     target = locate(tensors, GRAD_BONUS, b, h, 0)
     if target:
         for c in range(0, dim, LANES):
-            at = target + part * tensors[GRAD_BONUS, PART] + 4 * c
+            at = target + part * column(tensors, GRAD_BONUS, PART) + 4 * c
             store_row(at, 0, dim - c, load(bonus_sum + 4 * c))
 
 
-@njit
+@by_call
 def make_states(
-    tensors: Any, b: int, h: int, start: int, blocks: int, dim: int, width: int, piece: int, work: int, one: int,
+    tensors: int, b: int, h: int, start: int, blocks: int, dim: int, width: int, piece: int, work: int, one: int,
     state: int, values: int,
 ) -> None:  # fmt: skip
     """The states of a slice before each of some blocks, from the one that was kept."""
-    first, columns, deep, removes = piece * SLICE, columns_of(width, piece), padded(dim), tensors[A, ADDRESS] != 0
+    first, columns, deep, removes = (
+        piece * SLICE,
+        columns_of(width, piece),
+        padded(dim),
+        column(tensors, A, ADDRESS) != 0,
+    )
     vectors, size = lanes_of(columns), deep * PITCH
     kept = locate(tensors, KEPT, b, h, start // OUTER) + 4 * first * ((dim + 3) // 4 * 4)
     copy_rows(kept, vectors * ROW, dim, vectors * LANES, state, PITCH, deep, vectors)
@@ -209,16 +215,16 @@ def make_states(
         advance(removes, work + i * one, deep, vectors, before, before + size, values)
 
 
-@njit
-def read_columns(tensors: Any, b: int, h: int, t: int, tokens: int, first: int, columns: int, values: int) -> None:
+@by_call
+def read_columns(tensors: int, b: int, h: int, t: int, tokens: int, first: int, columns: int, values: int) -> None:
     """V, R and dO of a block."""
     pack_columns(tensors, VALUE, b, h, t, tokens, first, columns, values, -BLOCK)
-    if tensors[REMOVED, ADDRESS] != 0:
+    if column(tensors, REMOVED, ADDRESS) != 0:
         pack_columns(tensors, REMOVED, b, h, t, tokens, first, columns, values + BLOCK * PITCH, -BLOCK)
     pack_columns(tensors, UPSTREAM, b, h, t, tokens, first, columns, values + 2 * BLOCK * PITCH, -BLOCK)
 
 
-@njit
+@by_call
 def send(removes: bool, block: int, deep: int, vectors: int, after: int, values: int) -> None:
     """dR and dV, behind dO."""
     each, one = 4 * deep, ones(block, 4 * deep)
@@ -238,7 +244,7 @@ def send(removes: bool, block: int, deep: int, vectors: int, after: int, values:
         multiply_onto(vectors, pairs, ROW, 4, BLOCK, of_removed, PITCH, BLOCK, of_value, PITCH, of_value, one)
 
 
-@njit
+@by_call
 def turn(removes: bool, vectors: int, values: int, turned: int) -> None:
     """Columns by tokens of V and R, then of dO and dR: two tiles side by side, or one."""
     line = WAYS if removes else ROW
@@ -249,7 +255,7 @@ def turn(removes: bool, vectors: int, values: int, turned: int) -> None:
                 turn_tile(source + c * ROW, PITCH, target + c * LANES * line, line)
 
 
-@njit
+@by_call
 def mix(
     removes: bool, deep: int, columns: int, state: int, after: int, values: int, turned: int, mixed: int, pairs: int,
     more: bool, one: int,
@@ -267,7 +273,7 @@ def mix(
         multiply(ways, values, PITCH, 4, ways * BLOCK, up, line, columns, pairs, line)
 
 
-@njit
+@by_call
 def meet_states(deep: int, vectors: int, state: int, after: int, tile: int, end: int, more: bool) -> None:
     """<D, S> by rows: the gradient of E_16."""
     for x in range(0, deep, LANES):
@@ -280,7 +286,7 @@ def meet_states(deep: int, vectors: int, state: int, after: int, tile: int, end:
         store(end + 4 * x, add(s, load(end + 4 * x)) if more else s)
 
 
-@njit
+@by_call
 def pull(removes: bool, block: int, deep: int, vectors: int, after: int, values: int) -> None:
     """The gradient of the state before a block of that after it."""
     each, written = 4 * deep, 2 * BLOCK if removes else BLOCK
@@ -288,7 +294,7 @@ def pull(removes: bool, block: int, deep: int, vectors: int, after: int, values:
     multiply_onto(vectors, reads, 4, each, deep, up, PITCH, written, after, PITCH, after, faded(block, each))
 
 
-@njit
+@by_call
 def turn_rows(removes: bool, deep: int, mixed: int, rows: int) -> None:
     """What `mix` made of writes and reads, by tokens again."""
     each, line = 4 * deep, WAYS if removes else ROW
@@ -299,7 +305,7 @@ def turn_rows(removes: bool, deep: int, mixed: int, rows: int) -> None:
             turn_tile(at + deep * line, line, kind(to, each, OF_READ + n), each)
 
 
-@njit
+@by_call
 def finish(
     removes: bool, bonus: int, scale: float, dim: int, block: int, each: int, rows: int, pairs: int, line: int,
     bonus_sum: int,
@@ -335,17 +341,17 @@ def finish(
             store(kind(to, each, OF_DECAY), mul(w, dw))
 
 
-@njit
+@by_call
 def give(
-    tensors: Any, channels: int, part: int, b: int, h: int, t: int, tokens: int, dim: int, rows: int, each: int
+    tensors: int, channels: int, part: int, b: int, h: int, t: int, tokens: int, dim: int, rows: int, each: int
 ) -> None:
     """A block's gradients of rows to where they are wanted."""
     unpack_rows(tensors, GRAD_QUERY, part, b, h, t, tokens, dim, kind(rows, each, OF_READ), each)
     unpack_rows(tensors, GRAD_KEY, part, b, h, t, tokens, dim, kind(rows, each, OF_PUSH), each)
-    if tensors[GRAD_A, ADDRESS] != 0:
+    if column(tensors, GRAD_A, ADDRESS) != 0:
         unpack_rows(tensors, GRAD_A, part, b, h, t, tokens, dim, kind(rows, each, OF_TAKE), each)
         unpack_rows(tensors, GRAD_B, part, b, h, t, tokens, dim, kind(rows, each, OF_SEEK), each)
-    if tensors[GRAD_LOG, ADDRESS] != 0:
+    if column(tensors, GRAD_LOG, ADDRESS) != 0:
         decays = kind(rows, each, OF_DECAY)
         if not channels:
             for x in range(decays, decays + tokens * each, each):

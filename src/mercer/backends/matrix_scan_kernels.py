@@ -14,6 +14,8 @@ import numpy as np
 from numba import njit, types
 
 from mercer.backends import (
+    matrix_block_layout,
+    matrix_block_pairs,
     matrix_block_parts,
     matrix_block_vectors,
     matrix_scan_backward,
@@ -23,20 +25,14 @@ from mercer.backends import (
     microkernels,
     polynomial_blocks,
 )
+from mercer.backends.matrix_block_layout import BLOCK, READ_FROM, READ_PUSH, block_room, kind, ones, pairs_of
 from mercer.backends.matrix_block_parts import (
-    BLOCK,
     PITCH,
-    READ_FROM,
-    READ_PUSH,
     advance,
-    block_room,
     fill,
-    kind,
     multiply,
     multiply_onto,
-    ones,
     pack_columns,
-    pairs_of,
     prepare,
     remove,
     unpack_columns,
@@ -76,8 +72,9 @@ from mercer.backends.matrix_scan_table import (
     A,
     B,
 )
-from mercer.backends.microkernels import LANES, ROW, TILE, fma, get, load, splat, store, store_row
-from mercer.backends.polynomial_blocks import locate, padded
+from mercer.backends.matrix_scan_vectors import column, locate, number
+from mercer.backends.microkernels import LANES, ROW, TILE, by_call, fma, get, load, splat, store, store_row
+from mercer.backends.polynomial_blocks import padded
 
 F = np.float32
 FEW = 8
@@ -93,47 +90,36 @@ def room(dim: int, slices: int) -> int:
     return -(-max(tokens, blocks) // ROW) * ROW
 
 
-@njit
-def forward_item(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int, b: int, h: int, part: int) -> None:
-    """All tokens of a part of a head's slices."""
-    first, stop = pieces_of(sizes, part)
-    if lengths[b] > FEW:
-        by_blocks(tensors, sizes, lengths[b], scale, work, b, h, first, stop)
-    else:
-        for piece in range(first, stop):
-            by_tokens(tensors, sizes, lengths[b], scale, work, b, h, piece)
-
-
-@njit
+@by_call
 def by_blocks(
-    tensors: Any, sizes: Any, count: int, scale: float, work: int, b: int, h: int, begin: int, end: int
+    tensors: int, sizes: int, count: int, scale: float, work: int, b: int, h: int, begin: int, end: int
 ) -> None:
     """16 tokens at a time."""
-    dim, width = sizes[DIM], sizes[VALUE_DIM]
+    dim, width = number(sizes, DIM), number(sizes, VALUE_DIM)
     deep = padded(dim)
     each, size = 4 * deep, deep * PITCH
     tiles = work + block_room(each)
     values = tiles + 4 * TILE
     out = values + 2 * BLOCK * PITCH
     states = out + BLOCK * PITCH
-    removes = tensors[A, ADDRESS] != 0
+    removes = column(tensors, A, ADDRESS) != 0
     source, final = locate(tensors, STATE, b, h, 0), locate(tensors, FINAL, b, h, 0)
     for piece in range(begin, end):
         first, columns, state = piece * SLICE, columns_of(width, piece), states + (piece - begin) * size
         at = source + 4 * first if source else 0
-        copy_rows(at, tensors[STATE, TOKEN], dim, columns, state, PITCH, deep, lanes_of(columns))
+        copy_rows(at, column(tensors, STATE, TOKEN), dim, columns, state, PITCH, deep, lanes_of(columns))
     for t in range(0, count, BLOCK):
         tokens = min(BLOCK, count - t)
         prepare(tensors, sizes, scale, b, h, t, tokens, dim, deep, work, tiles, BLOCK)
         for piece in range(begin, end):
             first, columns, state = piece * SLICE, columns_of(width, piece), states + (piece - begin) * size
             vectors = lanes_of(columns)
-            if tensors[KEPT, ADDRESS] != 0 and t % OUTER == 0:
+            if column(tensors, KEPT, ADDRESS) != 0 and t % OUTER == 0:
                 keep(tensors, b, h, t, first, dim, vectors, state, PITCH)
             pack_columns(tensors, VALUE, b, h, t, tokens, first, columns, values, BLOCK)
             if removes:
                 remove(work, deep, vectors, state, values)
-                if tensors[REMOVED, ADDRESS] != 0:
+                if column(tensors, REMOVED, ADDRESS) != 0:
                     unpack_columns(tensors, REMOVED, b, h, t, tokens, first, columns, values + BLOCK * PITCH, BLOCK)
             multiply(vectors, kind(work, each, READ_FROM), each, 4, BLOCK, state, PITCH, deep, out, PITCH)
             written, pairs = 2 * BLOCK if removes else BLOCK, pairs_of(work, each, READ_PUSH)
@@ -142,11 +128,11 @@ def by_blocks(
             unpack_columns(tensors, OUT, b, h, t, tokens, first, columns, out, BLOCK)
     for piece in range(begin, end):
         first, columns, state = piece * SLICE, columns_of(width, piece), states + (piece - begin) * size
-        write_rows(state, PITCH, dim, columns, final + 4 * first, tensors[FINAL, TOKEN])
+        write_rows(state, PITCH, dim, columns, final + 4 * first, column(tensors, FINAL, TOKEN))
 
 
-@njit
-def keep(tensors: Any, b: int, h: int, t: int, first: int, dim: int, vectors: int, state: int, pitch: int) -> None:
+@by_call
+def keep(tensors: int, b: int, h: int, t: int, first: int, dim: int, vectors: int, state: int, pitch: int) -> None:
     """A slice's state before a token, for the backward pass: no more rows than 4 wants."""
     rows = (dim + 3) // 4 * 4
     kept = locate(tensors, KEPT, b, h, t // OUTER) + 4 * first * rows
@@ -155,12 +141,12 @@ def keep(tensors: Any, b: int, h: int, t: int, first: int, dim: int, vectors: in
             store(kept + x * vectors * ROW + c, load(state + x * pitch + c))
 
 
-@njit
-def by_tokens(tensors: Any, sizes: Any, count: int, scale: float, work: int, b: int, h: int, piece: int) -> None:
+@by_call
+def by_tokens(tensors: int, sizes: int, count: int, scale: float, work: int, b: int, h: int, piece: int) -> None:
     """Up to FEW tokens of a slice of a head: what a token reads is taken while its new state is written, and so is what
     the next one removes.
     """
-    dim, width = sizes[DIM], sizes[VALUE_DIM]
+    dim, width = number(sizes, DIM), number(sizes, VALUE_DIM)
     first, columns = piece * SLICE, columns_of(width, piece)
     lanes, deep = lanes_of(columns), padded(dim)
     rows = (dim + 3) // 4 * 4
@@ -171,19 +157,28 @@ def by_tokens(tensors: Any, sizes: Any, count: int, scale: float, work: int, b: 
     outs = spare + each
     own = outs + 4 * WIDE
     fill(outs, 4 * WIDE, splat(F(0)))
-    removes = tensors[A, ADDRESS] != 0
-    half, size = tensors[VALUE, HALF], 2 if tensors[VALUE, HALF] else 4
-    out_half, out_size = tensors[OUT, HALF], 2 if tensors[OUT, HALF] else 4
+    removes = column(tensors, A, ADDRESS) != 0
+    half, size = column(tensors, VALUE, HALF), 2 if column(tensors, VALUE, HALF) else 4
+    out_half, out_size = column(tensors, OUT, HALF), 2 if column(tensors, OUT, HALF) else 4
     pitch = lanes * ROW
     source, final = locate(tensors, STATE, b, h, 0), locate(tensors, FINAL, b, h, 0) + 4 * first
     # A single token goes from the old state to the new one, without a copy between.
-    straight = source != 0 and count == 1 and columns == lanes * LANES and rows == dim and tensors[KEPT, ADDRESS] == 0
+    straight = (
+        source != 0 and count == 1 and columns == lanes * LANES and rows == dim and column(tensors, KEPT, ADDRESS) == 0
+    )
     old, before, new, after = state, pitch, state, pitch
     if straight:
-        old, before, new, after = source + 4 * first, tensors[STATE, TOKEN], final, tensors[FINAL, TOKEN]
+        old, before, new, after = (
+            source + 4 * first,
+            column(tensors, STATE, TOKEN),
+            final,
+            column(tensors, FINAL, TOKEN),
+        )
     else:
-        copy_rows(source + 4 * first if source else 0, tensors[STATE, TOKEN], dim, columns, state, pitch, rows, lanes)
-    if count and tensors[KEPT, ADDRESS] != 0:
+        copy_rows(
+            source + 4 * first if source else 0, column(tensors, STATE, TOKEN), dim, columns, state, pitch, rows, lanes
+        )
+    if count and column(tensors, KEPT, ADDRESS) != 0:
         keep(tensors, b, h, 0, first, dim, lanes, state, pitch)
     if count and removes:
         pack(tensors, B, b, h, 0, dim, spare)
@@ -200,7 +195,7 @@ def by_tokens(tensors: Any, sizes: Any, count: int, scale: float, work: int, b: 
         own_products(tensors, h, dim, scale, at, each, mine, mine + 4)
         v, r = outs + 2 * WIDE, outs + 3 * WIDE
         pack_some(locate(tensors, VALUE, b, h, t) + first * size, half, columns, v, size)
-        if removes and tensors[REMOVED, ADDRESS] != 0:
+        if removes and column(tensors, REMOVED, ADDRESS) != 0:
             to = locate(tensors, REMOVED, b, h, t) + 4 * first
             for c in range(0, columns, LANES):
                 store_row(to + 4 * c, 0, columns - c, load(r + 4 * c))
@@ -214,32 +209,24 @@ def by_tokens(tensors: Any, sizes: Any, count: int, scale: float, work: int, b: 
                 store(r + 4 * c, load(outs + WIDE + 4 * c))
             store_row(to + c * out_size, out_half, columns - c, x)
     if not straight:
-        write_rows(state, pitch, dim, columns, final, tensors[FINAL, TOKEN])
+        write_rows(state, pitch, dim, columns, final, column(tensors, FINAL, TOKEN))
 
 
-_CALL = types.void(
-    types.Array(types.int64, 2, "C"),
-    types.Array(types.int64, 1, "C"),
-    types.Array(types.int64, 1, "C"),
-    types.float64,
-    types.int64,
-    types.int64,
-    types.int64,
-)
+_CALL = types.void(types.int64, types.int64, types.int64, types.float64, types.int64, types.int64, types.int64)
 
 
 @lru_cache
 def _stamp() -> str:
     """Names the sources of the inlined parts: Numba's cache looks at this file alone."""
     parts = (matrix_scan_backward, matrix_scan_parts, matrix_scan_table, matrix_scan_vectors)
-    blocks = (matrix_block_parts, matrix_block_vectors)
+    blocks = (matrix_block_layout, matrix_block_pairs, matrix_block_parts, matrix_block_vectors)
     files = (Path(m.__file__) for m in (microkernels, polynomial_blocks, *parts, *blocks))
     return sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 
 @lru_cache
 def compiled_forward() -> Any:
-    """:func:`forward_item` for a run of the slices of all heads, compiled for this machine or read from the cache on
+    """Forward for a run of the parts of all heads, compiled for this machine or read from the cache on
     disk.
     """
     return _forward(_stamp())
@@ -253,23 +240,28 @@ def compiled_backward() -> Any:
 
 def _forward(stamp: str) -> Any:
     @njit(_CALL, nogil=True, cache=True)
-    def call(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int, start: int, stop: int) -> None:
+    def call(tensors: int, sizes: int, lengths: int, scale: float, work: int, start: int, stop: int) -> None:
         if len(stamp):  # a closure over it, so that the cache tells versions apart
             for i in range(start, stop):
-                head, part = i // sizes[PARTS], i % sizes[PARTS]
-                b, h = head // sizes[HEADS], head % sizes[HEADS]
-                forward_item(tensors, sizes, lengths, scale, work, b, h, part)
+                head, part = i // number(sizes, PARTS), i % number(sizes, PARTS)
+                b, h = head // number(sizes, HEADS), head % number(sizes, HEADS)
+                count, (first, end) = number(lengths, b), pieces_of(sizes, part)
+                if count > FEW:
+                    by_blocks(tensors, sizes, count, scale, work, b, h, first, end)
+                else:
+                    for piece in range(first, end):
+                        by_tokens(tensors, sizes, count, scale, work, b, h, piece)
 
     return call
 
 
 def _backward(stamp: str) -> Any:
     @njit(_CALL, nogil=True, cache=True)
-    def call(tensors: Any, sizes: Any, lengths: Any, scale: float, work: int, start: int, stop: int) -> None:
+    def call(tensors: int, sizes: int, lengths: int, scale: float, work: int, start: int, stop: int) -> None:
         if len(stamp):
             for i in range(start, stop):
-                head, part = i // sizes[PARTS], i % sizes[PARTS]
-                b, h = head // sizes[HEADS], head % sizes[HEADS]
+                head, part = i // number(sizes, PARTS), i % number(sizes, PARTS)
+                b, h = head // number(sizes, HEADS), head % number(sizes, HEADS)
                 backward_item(tensors, sizes, lengths, scale, work, b, h, part)
 
     return call

@@ -1,7 +1,5 @@
 """What both directions of the matrix recurrence share: rows of tokens in float32, states between memory and scratch."""
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
@@ -17,6 +15,9 @@ from mercer.backends.matrix_scan_table import (
     A,
 )
 from mercer.backends.matrix_scan_vectors import (
+    column,
+    locate,
+    number,
     read1,
     read2,
     read4,
@@ -31,6 +32,7 @@ from mercer.backends.matrix_scan_vectors import (
 from mercer.backends.microkernels import (
     LANES,
     ROW,
+    by_call,
     exp,
     fma,
     load,
@@ -41,7 +43,7 @@ from mercer.backends.microkernels import (
     store,
     store_row,
 )
-from mercer.backends.polynomial_blocks import locate, padded
+from mercer.backends.polynomial_blocks import padded
 
 F = np.float32
 
@@ -53,9 +55,9 @@ def slices_of(width: int) -> int:
 
 
 @njit
-def pieces_of(sizes: Any, part: int) -> tuple[int, int]:
+def pieces_of(sizes: int, part: int) -> tuple[int, int]:
     """The slices of a part: one, or all of a head."""
-    return (part, part + 1) if sizes[PARTS] > 1 else (0, slices_of(sizes[VALUE_DIM]))
+    return (part, part + 1) if number(sizes, PARTS) > 1 else (0, slices_of(number(sizes, VALUE_DIM)))
 
 
 @njit
@@ -80,7 +82,7 @@ def widest(vectors: int) -> int:
 # Rows of tokens
 
 
-@njit
+@by_call
 def pack_some(at: int, half: int, count: int, to: int, size: int) -> None:
     """`count` numbers in float32; whole vectors are written, zeros beyond the end."""
     c = 0
@@ -93,7 +95,7 @@ def pack_some(at: int, half: int, count: int, to: int, size: int) -> None:
         c += LANES
 
 
-@njit
+@by_call
 def unpack_some(at: int, to: int, half: int, count: int, size: int) -> None:
     """The way back, without what stands beyond the end."""
     c = 0
@@ -106,31 +108,31 @@ def unpack_some(at: int, to: int, half: int, count: int, size: int) -> None:
         c += LANES
 
 
-@njit
-def pack(tensors: Any, which: int, b: int, h: int, t: int, count: int, to: int) -> None:
+@by_call
+def pack(tensors: int, which: int, b: int, h: int, t: int, count: int, to: int) -> None:
     """A token's row of a tensor."""
-    half = tensors[which, HALF]
+    half = column(tensors, which, HALF)
     pack_some(locate(tensors, which, b, h, t), half, count, to, 2 if half else 4)
 
 
-@njit
-def pack_decay(tensors: Any, sizes: Any, b: int, h: int, t: int, dim: int, to: int) -> None:
+@by_call
+def pack_decay(tensors: int, sizes: int, b: int, h: int, t: int, dim: int, to: int) -> None:
     """exp(g) of a token for every channel."""
-    at, half = locate(tensors, LOG, b, h, t), tensors[LOG, HALF]
+    at, half = locate(tensors, LOG, b, h, t), column(tensors, LOG, HALF)
     for c in range(0, dim, LANES):
         x = splat(F(0))
-        if at != 0 and sizes[CHANNELS]:
+        if at != 0 and number(sizes, CHANNELS):
             x = load_row(at + c * (2 if half else 4), half, dim - c)
         elif at != 0:
             x = splat(total(load_row(at, half, 1)))
         store(to + 4 * c, exp(x))
 
 
-@njit
-def own_products(tensors: Any, h: int, dim: int, scale: float, at: int, each: int, own: int, removed: int) -> None:
+@by_call
+def own_products(tensors: int, h: int, dim: int, scale: float, at: int, each: int, own: int, removed: int) -> None:
     """Makes q' of q in the rows w, q, k, a of a token, `each` apart, and of itself scale q . k (or q . u k), to `own`,
     and scale q . a, to `removed`."""
-    bonus, removes = locate(tensors, BONUS, 0, h, 0), tensors[A, ADDRESS] != 0
+    bonus, removes = locate(tensors, BONUS, 0, h, 0), column(tensors, A, ADDRESS) != 0
     mine = taken = splat(F(0))
     for c in range(0, 4 * padded(dim), ROW):
         q = mul(load(at + each + c), splat(F(scale)))
@@ -150,7 +152,7 @@ def own_products(tensors: Any, h: int, dim: int, scale: float, at: int, each: in
 # Passes over a state, by width
 
 
-@njit
+@by_call
 def read_panel(lanes: int, state: int, stride: int, rows: int, per: int, out: int) -> None:
     """What b reads of a state."""
     if lanes == 4:
@@ -161,7 +163,7 @@ def read_panel(lanes: int, state: int, stride: int, rows: int, per: int, out: in
         read1(state, stride, rows, per, out)
 
 
-@njit
+@by_call
 def panel_step(
     lanes: int, removes: bool, old: int, before: int, new: int, after: int, rows: int, per: int, each: int, out: int
 ) -> None:
@@ -184,7 +186,7 @@ def panel_step(
 # States
 
 
-@njit
+@by_call
 def copy_rows(source: int, stride: int, dim: int, columns: int, state: int, pitch: int, rows: int, lanes: int) -> None:
     """Some columns of a state, padded with zeros; zeros where there is none."""
     for x in range(rows):
@@ -195,7 +197,7 @@ def copy_rows(source: int, stride: int, dim: int, columns: int, state: int, pitc
             store(state + x * pitch + 4 * c, row)
 
 
-@njit
+@by_call
 def write_rows(state: int, pitch: int, dim: int, columns: int, target: int, stride: int) -> None:
     """Some columns of a state to where it is wanted."""
     for x in range(dim):

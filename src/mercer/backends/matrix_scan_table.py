@@ -1,6 +1,7 @@
 """Names of rows, columns and entries in the tables that the matrix recurrence's kernels take (no Numba here)."""
 
 ADDRESS, HALF, BATCH, HEAD, TOKEN, PART = range(6)
+COLUMNS = 6
 """Columns of the table of tensors: address (0: not there), 1 for bfloat16, strides in bytes. A part is a piece of the
 value's columns whose gradients of queries and keys are kept apart from those of the others."""
 QUERY, KEY, VALUE, LOG, A, B, BONUS, STATE, OUT, FINAL, REMOVED, KEPT = range(12)

@@ -9,6 +9,7 @@ from typing import Any
 
 from numba import types
 
+from mercer.backends.matrix_scan_table import ADDRESS, BATCH, COLUMNS, HEAD, TOKEN
 from mercer.backends.microkernels import (
     I32,
     I64,
@@ -39,6 +40,35 @@ def total(b: Any, x: Any) -> Any:
     for s in (8, 4, 2, 1):
         x = b.fadd(x, _shuffle(b, x, x, [(lane + s) % LANES for lane in range(LANES)]))
     return b.extract_element(x, I32(0))
+
+
+# Tables of integers by address: an array is counted wherever it is handed on, and Numba compiles a function anew for
+# every constant that it is called with
+
+
+@_primitive(whole, address, whole)
+def number(b: Any, numbers: Any, which: Any) -> Any:
+    """One of some 64-bit integers."""
+    return _load(b, b.add(numbers, b.mul(which, I64(8))), 0, I64, 8)
+
+
+def _column(b: Any, tensors: Any, which: Any, of: int) -> Any:
+    return _load(b, b.add(tensors, b.mul(which, I64(8 * COLUMNS))), 8 * of, I64, 8)
+
+
+@_primitive(whole, address, whole, whole)
+def column(b: Any, tensors: Any, which: Any, of: Any) -> Any:
+    """What the table of tensors says of one."""
+    return _load(b, b.add(b.add(tensors, b.mul(which, I64(8 * COLUMNS))), b.mul(of, I64(8))), 0, I64, 8)
+
+
+@_primitive(whole, address, whole, whole, whole, whole)
+def locate(b: Any, tensors: Any, which: Any, batch: Any, head: Any, token: Any) -> Any:
+    """Where a token's row stands; 0 if the tensor is not there."""
+    at = place = _column(b, tensors, which, ADDRESS)
+    for index, stride in ((batch, BATCH), (head, HEAD), (token, TOKEN)):
+        place = b.add(place, b.mul(index, _column(b, tensors, which, stride)))
+    return b.select(b.icmp_signed("==", at, I64(0)), at, place)
 
 
 def _numbers(b: Any, at: Any, row: Any, offset: int) -> Any:
