@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mercer.backends.packed import FEW, KINDS, pack
+from mercer.backends.packed import FEW, KINDS, _has_tiles, pack
 from mercer.errors import InvalidArgument
 
 pytest.importorskip("numba")
@@ -31,45 +31,62 @@ def test_products_with_few_inputs(rows: int, columns: int, count: int, kind: str
     torch.testing.assert_close(packed.times(x).double(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("paired", [False, True])
-def test_products_with_many_inputs(kind: str, paired: bool) -> None:
-    packed, x = pack(drawn(1030, 72), kind, paired=paired), drawn(FEW + 1, 72, seed=1)
-    weights = packed.plain().double()
-    if kind != "float32":  # both sides are rounded to bfloat16, and nothing else is
-        x, weights = x.bfloat16(), packed.plain().bfloat16().double()
-    atol = 1e-4 if kind == "float32" else 0.3  # the product may come out rounded, 2^-9 of values up to 40
-    torch.testing.assert_close(packed.times(x).double(), x.double() @ weights.t(), rtol=0, atol=atol)
-
-
 @given(
-    rows=st.integers(1, 70),
+    rows=st.integers(1, 140),
     columns=st.integers(1, 140),
+    count=st.integers(8, 70),
     kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     paired=st.booleans(),
-    size=st.sampled_from([0, 1, 20_000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=40, deadline=None)
-def test_panels_are_the_matrix(rows: int, columns: int, kind: str, dtype: torch.dtype, paired: bool, size: int) -> None:
-    """Side by side, whatever their size; the first and the second half of a pair stand in panels of their own."""
+@settings(max_examples=80, deadline=None)
+def test_products_with_many_inputs(
+    rows: int, columns: int, count: int, kind: str, paired: bool, dtype: torch.dtype
+) -> None:
+    """With and without tile registers, which multiply both sides in bfloat16; nothing else is rounded."""
     rows = rows * 2 if paired else rows
-    packed = pack(drawn(rows, columns), kind, paired=paired)
-    want = packed.rows_of(torch.arange(rows)) if not paired else packed.plain()
-    panels = list(packed.panels(dtype, size))
-    assert torch.equal(torch.cat(panels, 1), want.t().to(dtype))
-    if size == 0:
-        assert [panel.shape[1] for panel in panels] == ([rows // 2] * 2 if paired else [rows])
+    packed, x = pack(drawn(rows, columns), kind, paired=paired), drawn(count, columns, seed=1).to(dtype)
+    exact = x.double() @ packed.plain().double().t()
+    rounded = x.bfloat16().double() @ packed.plain().bfloat16().double().t()
+    for tiles in (False, True) if _has_tiles() else (False,):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mercer.backends.packed._has_tiles", lambda tiles=tiles: tiles)
+            found = packed.times(x)
+        tiled = tiles and count > FEW and kind != "float32" and packed.width % 32 == 0 and rows > 16 * (1 + paired)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), rounded if tiled else exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_inputs_come_out_as_they_are_multiplied(dtype: torch.dtype) -> None:
-    for kind in KINDS:
-        packed, x = pack(drawn(40, 72), kind), drawn(FEW + 1, 72, seed=1).to(dtype)
-        narrow = kind != "float32" or dtype == torch.bfloat16
-        assert packed.multiplied(dtype) == (torch.bfloat16 if narrow else torch.float32)
-        assert packed.times(x).dtype == packed.multiplied(dtype)
-        assert packed.times(x[:FEW]).dtype == torch.float32
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_digits_do_not_depend_on_threads_nor_on_what_lies_around(
+    kind: str, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on the number of inputs beside one; a whole cache of them, with inputs that lie apart in memory."""
+    if tiles and not _has_tiles():
+        pytest.skip("the processor has no tile registers")
+    monkeypatch.setattr("mercer.backends.packed._has_tiles", lambda: tiles)
+    packed, x = pack(drawn(2 * 16 * 7, 2048), kind, paired=True), drawn(2048, 2 * 290, seed=1).t()[::2]
+    many, before = packed.times(x), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(packed.times(x), many)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(packed.times(x[77:130].contiguous()), many[77:130])
+    exact = x.double() @ packed.plain().double().t()
+    torch.testing.assert_close(many.double(), exact, rtol=0, atol=1.5 if tiles and kind != "float32" else 1e-3)
+
+
+@pytest.mark.parametrize("count", [4, 40])
+def test_numbers_that_are_not_finite_reach_their_own_products_alone(count: int) -> None:
+    for kind in ("float32", "bfloat16"):
+        weight, x = drawn(70, 64), drawn(count, 64, seed=1)
+        weight[21, 3], x[2, 5] = torch.inf, torch.nan
+        found = pack(weight, kind).times(x).isfinite()
+        wanted = torch.ones(count, 70, dtype=torch.bool)
+        wanted[:, 21] = wanted[2] = False
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])

@@ -1,22 +1,25 @@
-"""Weight matrices packed for products with few inputs, on the CPU (extra `cpu`).
+"""Weight matrices packed for products on the CPU (extra `cpu`).
 
-Reading the weights is what such a product costs, so they stand in the order in which they are read, in the dtype that
-was asked for: float32, bfloat16, int8 (a factor for each row and 32 columns, w = d q) or int4 (a factor and a least
-value, w = d q + m). Inputs and sums are float32. Products with many inputs are arithmetic and not reading: they take
-plain weights, which are made from the packed ones on the way, and torch multiplies them.
+Reading the weights is what a product with few inputs costs, so they stand in the order in which they are read, in the
+dtype that was asked for: float32, bfloat16, int8 (a factor for each row and 32 columns, w = d q) or int4 (a factor and
+a least value, w = d q + m). Inputs and sums are float32. Products with many inputs are arithmetic and not reading: they
+take several tiles at a time (`packed_blocks`), in float32, or in bfloat16 with sums of float32 where the weights have
+no more bits and the processor multiplies tiles of it. No plain matrix is ever made for a product.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from mercer.backends.sharing import share
 from mercer.errors import InvalidArgument
+from mercer.runtime.processor import multiplies_tiles
 
 KINDS = ("float32", "bfloat16", "int8", "int4")
 """In the order of the kernel's numbers."""
@@ -25,9 +28,9 @@ COLUMNS, UNIT = (8, 16, 64, 64), (512, 512, 1088, 640)
 GROUP = 32
 LANES = 16
 FEW = 32
-"""Inputs up to which the packed weights are multiplied as they are."""
-PANEL = 1 << 25
-"""Bytes of plain weights that are made at a time: matrices of layers are mostly whole, and those of scores are cut."""
+"""Inputs up to which they are float32 whatever the weights are."""
+MANY = (8, 33, 16, 16)
+"""Inputs from which several tiles at a time are quicker in float32, for each kind."""
 AT_ONCE = 1 << 23
 """Numbers that are packed at a time."""
 
@@ -73,7 +76,14 @@ class Packed:
 
     def plain(self) -> Tensor:
         """The matrix as float32 ``[rows, columns]``: what products with it multiply."""
-        return torch.cat([panel.t() for panel in self.panels(torch.float32)])
+        from mercer.backends import packed_kernels as kernels
+
+        tiles = self.tiles // self._halves
+        out, run = torch.empty(self._halves, self.width, LANES * tiles), kernels.columns(self.number)
+        for half, to in enumerate(out):
+            at, stride = self.data.data_ptr() + half * self.tile_bytes, 4 * LANES * tiles
+            run(at, self._apart, self.units, to.data_ptr(), stride, tiles)
+        return out[:, : self.columns, : self.rows // self._halves].mT.reshape(self.rows, self.columns)
 
     def rows_of(self, index: Tensor) -> Tensor:
         """Rows as float32, ``[*index.shape, columns]``; not of a paired matrix. They must be there."""
@@ -87,25 +97,97 @@ class Packed:
         )  # fmt: skip
         return out[:, : self.columns].reshape(*index.shape, self.columns)
 
-    def multiplied(self, dtype: torch.dtype) -> torch.dtype:
-        """What many inputs of a dtype are multiplied in: bfloat16 if they or the weights are of fewer bits than
-        float32 (sums are float32), as products of such tensors are everywhere.
-        """
-        return torch.float32 if self.kind == "float32" and dtype == torch.float32 else torch.bfloat16
-
     def times(self, x: Tensor) -> Tensor:
-        """x ``[n, columns]`` times the transposed matrix, ``[n, rows]`` (in the order of the rows): float32 for up to
-        `FEW` inputs, and for more of them as they are `multiplied`.
+        """x ``[n, columns]`` times the transposed matrix, ``[n, rows]`` in the order of the rows, in float32. Weights
+        of fewer bits meet more than `FEW` inputs in bfloat16 where the processor multiplies tiles of it.
         """
+        from mercer.backends.packed_blocks import ACROSS, DEEP, PAIR
+
+        n, tiles = len(x), self.tiles // self._halves
+        if n > FEW and self.kind != "float32" and self.width % DEEP == 0 and tiles >= PAIR and _has_tiles():
+            return self._in_tiles(x)
+        if n >= MANY[self.number] and tiles >= ACROSS:
+            return self._in_blocks(x)
+        return self._by_rows(x) if n else torch.empty(0, self.rows)
+
+    @property
+    def _halves(self) -> int:
+        return 2 if self.paired else 1
+
+    @property
+    def _apart(self) -> int:
+        """Bytes from a tile to the next one of the same half."""
+        return self._halves * self.tile_bytes
+
+    def _in_blocks(self, x: Tensor) -> Tensor:
+        """Many inputs in float32."""
+        from mercer.backends import packed_kernels as kernels
+        from mercer.backends.packed_blocks import ABREAST, ACROSS
+
         n = len(x)
-        if n > FEW:
-            x = x.to(self.multiplied(x.dtype))
-            parts = [torch.mm(x, panel) for panel in self.panels(x.dtype)]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        count = -(-n // ABREAST) * ABREAST
+        if count != n or self.width != self.columns or x.dtype != torch.float32 or not x.is_contiguous():
+            given, x = x, torch.zeros(count, self.width)
+            x[:n, : self.columns] = given
+        run, room = kernels.blocks(self.number), 0 if self.kind == "float32" else 4 * ACROSS * LANES * self.width
+
+        def part(first: int, out: int, out_pitch: int, start: int, stop: int) -> None:
+            scratch = torch.empty(room + 64, dtype=torch.uint8)
+            run(
+                first, self._apart, self.units, self.tiles // self._halves, x.data_ptr(), 4 * self.width, out,
+                out_pitch, count, start, stop, _aligned(scratch),
+            )  # fmt: skip
+
+        return self._many(n, count, ACROSS, part)
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        """Many inputs in bfloat16 and sums in float32, in tile registers."""
+        from mercer.backends import packed_kernels as kernels
+        from mercer.backends.packed_blocks import DEEP, PAIR
+        from mercer.backends.tile_vectors import SHAPES
+
+        n = len(x)
+        count = -(-n // DEEP) * DEEP
+        if count != n or self.width != self.columns:
+            given, x = x, torch.zeros(count, self.width, dtype=torch.bfloat16)
+            x[:n, : self.columns] = given
+        lefts = torch.empty(count // LANES, self.width // DEEP, LANES, DEEP, dtype=torch.bfloat16)
+        lefts.copy_(x.reshape(-1, LANES, self.width // DEEP, DEEP).transpose(1, 2))
+        run, room = kernels.tile_blocks(self.number), 0 if self.kind == "bfloat16" else 4 * LANES * self.width
+
+        def part(first: int, out: int, out_pitch: int, start: int, stop: int) -> None:
+            scratch = torch.empty(2 * SHAPES + room + 64, dtype=torch.uint8)
+            kept = _aligned(scratch)
+            run(
+                first, self._apart, self.units, self.tiles // self._halves, lefts.data_ptr(), out, out_pitch, count,
+                start, stop, kept, kept + 2 * SHAPES,
+            )  # fmt: skip
+
+        return self._many(n, count, PAIR, part)
+
+    def _many(self, n: int, count: int, across: int, part: Callable[[int, int, int, int, int], None]) -> Tensor:
+        """Products ``[n, rows]`` from part(first, out, out_pitch, start, stop), which takes runs of `across` tiles of
+        the half whose first tile and outputs are at these addresses.
+        """
+        tiles = self.tiles // self._halves
+        runs, out = -(-tiles // across), torch.empty(count, self._halves, LANES * tiles)
+
+        def work(_thread: int, start: int, stop: int) -> None:
+            for half in range(self._halves):
+                begin, end = max(start - half * runs, 0), min(stop - half * runs, runs)
+                if begin < end:
+                    to = out.data_ptr() + 4 * LANES * tiles * half
+                    first = self.data.data_ptr() + half * self.tile_bytes
+                    part(first, to, 4 * LANES * self.tiles, begin, end)
+
+        share(runs * self._halves, work)
+        return out[:n, :, : self.rows // self._halves].flatten(1)
+
+    def _by_rows(self, x: Tensor) -> Tensor:
+        """Few inputs, up to four at a time."""
         from mercer.backends import packed_kernels as kernels
 
-        if n == 0:
-            return torch.empty(0, self.rows)
+        n = len(x)
         together = n if n < 3 else 4
         count = -(-n // together) * together
         padded = torch.zeros(count, self.width)
@@ -123,40 +205,24 @@ class Packed:
         share(self.tiles, part)
         return self._in_order(out[:n])
 
-    def panels(self, dtype: torch.dtype, size: int = PANEL) -> Iterator[Tensor]:
-        """The transposed matrix as float32 or bfloat16 in runs of rows, ``[columns, n]`` of about `size` bytes each, or
-        in as few as there can be for 0; none has rows of both halves of a pair.
-        """
-        halves = 2 if self.paired else 1
-        tiles, rows = self.tiles // halves, self.rows // halves
-        step = max(size // (dtype.itemsize * LANES * self.width), 1) if size else tiles
-        for half in range(halves):
-            for start in range(0, tiles, step):
-                stop = min(start + step, tiles)
-                panel = self._panel(half + start * halves, halves, stop - start, dtype)
-                yield panel[: self.columns, : rows - LANES * start]
-
-    def _panel(self, first: int, step: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Tiles first, first + step, ... as a plain transposed matrix ``[width, 16 count]``."""
-        from mercer.backends import packed_kernels as kernels
-
-        out = torch.empty(self.width, LANES * count, dtype=dtype)
-        run, size = kernels.columns(self.number, int(dtype == torch.bfloat16)), out.element_size()
-
-        def part(_thread: int, start: int, stop: int) -> None:
-            at = self.data.data_ptr() + (first + start * step) * self.tile_bytes
-            to = out.data_ptr() + start * LANES * size
-            run(at, step * self.tile_bytes, self.units, to, out.shape[1] * size, stop - start)
-
-        share(count, part)
-        return out
-
     def _in_order(self, out: Tensor) -> Tensor:
         """Products ``[n, 16 tiles]`` as ``[n, rows]``."""
         if not self.paired:
             return out[:, : self.rows]
         halves = out.view(len(out), -1, 2, LANES)
         return torch.cat([halves[:, :, i].flatten(1)[:, : self.rows // 2] for i in range(2)], 1)
+
+
+@lru_cache
+def _has_tiles() -> bool:
+    from mercer.backends.softmax_vectors import TILES
+
+    return TILES and multiplies_tiles()
+
+
+def _aligned(spare: Tensor) -> int:
+    """The first address in some bytes that is a multiple of 64."""
+    return spare.data_ptr() + -spare.data_ptr() % 64
 
 
 def pack(weight: Tensor, kind: str, *, paired: bool = False) -> Packed:

@@ -43,6 +43,7 @@ from mercer.backends.microkernels import (
     vector,
     whole,
 )
+from mercer.backends.softmax_vectors import _pair
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 COLUMNS = {FLOAT32: 8, BFLOAT16: 16, INT8: 64, INT4: 64}
@@ -154,28 +155,27 @@ def _tree(b: Any, terms: list[Any]) -> Any:
 
 
 @_literal(address, whole, address, whole)
-def tile_columns(b: Any, kind: int, half: int, weights: Any, units: Any, out: Any, stride: Any) -> None:
-    """out[k] = column k of a tile, its 16 numbers as float32, or rounded to bfloat16 if `half`; columns are `stride`
-    bytes apart.
+def tile_columns(b: Any, kind: int, pairs: int, weights: Any, units: Any, out: Any, stride: Any) -> None:
+    """out[k] = column k of a tile, its 16 numbers as float32, or, if `pairs`, columns 2 k and 2 k + 1 as bfloat16 in
+    the halves of 16 words (which takes AVX512-BF16); they are `stride` bytes apart.
     """
 
     def body(i: Any, _none: list[Any]) -> list[Any]:
         at = b.add(weights, b.mul(i, I64(UNIT[kind])))
-        to = b.add(out, b.mul(stride, b.mul(i, I64(COLUMNS[kind]))))
+        to = b.add(out, b.mul(stride, b.mul(i, I64(COLUMNS[kind] >> pairs))))
         for group in range(COLUMNS[kind] // GROUP or 1):
             factor = low = None
             if kind in (INT8, INT4):
                 factor = _factors(b, at, group * 32)
             if kind == INT4:
                 low = _fma(b, factor, _constant(CENTRE), _factors(b, at, 64 + group * 32))
-            for k, w in _columns(b, kind, at, group):
-                if factor is not None:
-                    w = b.fmul(w, factor) if low is None else _fma(b, w, factor, low)
-                place = b.add(to, b.mul(stride, I64(k)))
-                if half:
-                    _store(b, _rounded(b, w), place, 0, 2)
-                else:
-                    _store(b, w, place)
+            numbers = _columns(b, kind, at, group)
+            if factor is not None:
+                numbers = [(k, b.fmul(w, factor) if low is None else _fma(b, w, factor, low)) for k, w in numbers]
+            if pairs:
+                numbers = [(k // 2, _pair(b, w, x)) for (k, w), (_, x) in zip(numbers[::2], numbers[1::2], strict=True)]
+            for k, w in numbers:
+                _store(b, w, b.add(to, b.mul(stride, I64(k))))
         return []
 
     _repeat(b, units, [], body)

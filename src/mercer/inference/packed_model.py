@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from mercer.backends.packed import FEW, Packed, pack
+from mercer.backends.packed import Packed, pack
 from mercer.errors import Unsupported
 from mercer.mixers.base import Mixer
 from mercer.mixers.block import MixerBlock
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mercer.models.decoder import DecoderLM
 
 AT_ONCE = 512
-"""Inputs of a gated feed-forward that are multiplied at a time, of more than `FEW`."""
+"""Inputs of a gated feed-forward that are multiplied at a time."""
 
 
 class PackedLinear(nn.Module):
@@ -52,7 +52,7 @@ class PackedFeedForward(nn.Module):
 
     def forward(self, x: Tensor, *, added: Tensor | None = None) -> Tensor:
         """[..., dim] -> [..., dim]. added: as of `FeedForward`."""
-        if self.kind in GATED and added is None and x.shape[:-1].numel() > FEW:
+        if self.kind in GATED and added is None and x.shape[:-1].numel() > AT_ONCE:
             return self.output(self._gated(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1))
         inner = self.input(x) if added is None else self.input(x).add_(added)
         if self.kind not in GATED:
@@ -61,16 +61,10 @@ class PackedFeedForward(nn.Module):
         return self.output(ACTIVATIONS[GATED[self.kind]].apply(gate).mul_(value))
 
     def _gated(self, x: Tensor) -> Tensor:
-        """What the output multiplies for many inputs, some of them at a time: gate and value stay in a cache."""
-        weight, bias, activation = self.input.weight, self.input.bias, ACTIVATIONS[GATED[self.kind]]
-        x = x.to(weight.multiplied(x.dtype))
-        matrices = list(weight.panels(x.dtype, 0))
-        out = x.new_empty(len(x), weight.rows // 2)
+        """What the output multiplies, for some inputs at a time: gate and value stay in a cache."""
+        activation, out = ACTIVATIONS[GATED[self.kind]], torch.empty(len(x), self.input.weight.rows // 2)
         for rows, to in zip(x.split(AT_ONCE), out.split(AT_ONCE), strict=True):
-            gate, value = (torch.mm(rows, matrix) for matrix in matrices)
-            if bias is not None:
-                for part, own in zip((gate, value), bias.chunk(2), strict=True):
-                    part.add_(own)
+            gate, value = self.input(rows).chunk(2, -1)
             torch.mul(activation.apply(gate), value, out=to)
         return out
 
