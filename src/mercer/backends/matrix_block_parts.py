@@ -53,13 +53,24 @@ from mercer.backends.matrix_block_vectors import (
     rows_of,
     solve,
 )
-from mercer.backends.matrix_scan_parts import column, lanes_of, locate, number, pack_some, unpack_some, widest
+from mercer.backends.matrix_scan_parts import (
+    column,
+    lanes_of,
+    locate,
+    note_growth,
+    number,
+    pack_some,
+    unpack_some,
+    widest,
+)
 from mercer.backends.matrix_scan_table import ADDRESS, BONUS, CHANNELS, HALF, KEY, LOG, PART, QUERY, SLICE, TOKEN, A, B
 from mercer.backends.matrix_scan_vectors import total
 from mercer.backends.microkernels import (
     LANES,
     ROW,
     TILE,
+    above_zero,
+    add,
     by_call,
     exp,
     fma,
@@ -166,7 +177,7 @@ def prepare(
     each = 4 * deep
     removes = column(tensors, A, ADDRESS) != 0
     fill(ones(block, each), each + ROW, splat(F(1)))
-    pack_decays(tensors, number(sizes, CHANNELS), b, h, t, tokens, dim, block, each)
+    pack_decays(tensors, sizes, b, h, t, tokens, dim, block, each)
     for which, to in ((QUERY, READ), (KEY, PUSH), (A, TAKE), (B, SEEK)):
         if column(tensors, which, ADDRESS) != 0:
             pack_rows(tensors, which, b, h, t, tokens, dim, kind(block, each, to), each)
@@ -216,20 +227,25 @@ def unpack_rows(
 
 
 @by_call
-def pack_decays(tensors: int, channels: int, b: int, h: int, t: int, tokens: int, dim: int, to: int, each: int) -> None:
+def pack_decays(tensors: int, sizes: int, b: int, h: int, t: int, tokens: int, dim: int, to: int, each: int) -> None:
     """w = exp(g); 1 for tokens that are not there, or where nothing fades."""
     if column(tensors, LOG, ADDRESS) == 0:
         fill(to, BLOCK * each, splat(F(1)))
-    elif channels:
+    elif number(sizes, CHANNELS):
         pack_rows(tensors, LOG, b, h, t, tokens, dim, to, each)
+        above = splat(F(0))
         for c in range(0, BLOCK * each, ROW):
-            store(to + c, exp(load(to + c)))
+            x = load(to + c)
+            above = add(above, above_zero(x))
+            store(to + c, exp(x))
+        note_growth(sizes, above)
     else:
         for i in range(BLOCK):
-            x = splat(F(1))
+            x = splat(F(0))
             if i < tokens:
-                x = exp(splat(total(load_row(locate(tensors, LOG, b, h, t + i), column(tensors, LOG, HALF), 1))))
-            fill(to + i * each, each, x)
+                x = splat(total(load_row(locate(tensors, LOG, b, h, t + i), column(tensors, LOG, HALF), 1)))
+            note_growth(sizes, above_zero(x))
+            fill(to + i * each, each, exp(x))
 
 
 @by_call

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from mercer.backends import matrix_scan_table as at
 from mercer.backends.sharing import installed, share, threads_for
 from mercer.core.first_order import first_order
-from mercer.errors import Unsupported
+from mercer.errors import InvalidArgument, Unsupported
 
 ALONE = 1 << 19
 """Entries times tokens up to which one thread is quicker than waking others."""
@@ -36,6 +36,12 @@ def serves(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) ->
         and torch.float64 not in (query.dtype, key.dtype, value.dtype)
         and all(x.is_cpu and forward_ad.unpack_dual(x).tangent is None for x in tensors)
     )
+
+
+def refuse_growth(grows: bool) -> None:
+    """Refuse log-decays of which some are above 0."""
+    if grows:
+        raise InvalidArgument("matrix_recurrence: every log_decay must be 0 or less: a state may fade, never grow.")
 
 
 def matrix_scan(
@@ -67,6 +73,7 @@ def matrix_scan(
 
     Raises:
         Unsupported: where :func:`serves` says no.
+        InvalidArgument: a log-decay above 0.
     """
     a, b = (None, None) if remove is None else remove
     if not serves(query, key, value, log_decay, a, b, bonus, state, lengths):
@@ -197,7 +204,7 @@ def _run(
     width = value.shape[-1]
     parts = _parts(batch * heads, width)
     items = batch * heads * parts
-    sizes = np.array((heads, length, dim, width, channels, parts), np.int64)
+    sizes = np.array((heads, length, dim, width, channels, parts, 0), np.int64)
     counts = np.full(batch, length, np.int64) if lengths is None else lengths.to(torch.int64).contiguous().numpy()
     threads = 1 if batch * heads * length * dim * width <= ALONE else threads_for(items)
     pitch = -(-room(dim, -(-_slices(width) // parts)) // 64) * 16  # floats, whole lines
@@ -212,6 +219,7 @@ def _run(
         part(0, 0, items)
     else:
         share(items, part)
+    refuse_growth(bool(sizes[at.GROWS]))
 
 
 _ABSENT = (0,) * at.COLUMNS

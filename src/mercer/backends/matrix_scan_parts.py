@@ -1,5 +1,7 @@
 """What both directions of the matrix recurrence share: rows of tokens in float32, states between memory and scratch."""
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -7,6 +9,7 @@ from mercer.backends.matrix_scan_table import (
     ADDRESS,
     BONUS,
     CHANNELS,
+    GROWS,
     HALF,
     LOG,
     PARTS,
@@ -32,6 +35,7 @@ from mercer.backends.matrix_scan_vectors import (
 from mercer.backends.microkernels import (
     LANES,
     ROW,
+    above_zero,
     by_call,
     exp,
     fma,
@@ -115,6 +119,13 @@ def pack(tensors: int, which: int, b: int, h: int, t: int, count: int, to: int) 
     pack_some(locate(tensors, which, b, h, t), half, count, to, 2 if half else 4)
 
 
+@njit
+def note_growth(sizes: int, above: Any) -> None:
+    """Say so if a lane is above 0."""
+    if total(above) > F(0):
+        put(sizes + 8 * GROWS, F(1))
+
+
 @by_call
 def pack_decay(tensors: int, sizes: int, b: int, h: int, t: int, dim: int, to: int) -> None:
     """exp(g) of a token for every channel."""
@@ -125,6 +136,7 @@ def pack_decay(tensors: int, sizes: int, b: int, h: int, t: int, dim: int, to: i
             x = load_row(at + c * (2 if half else 4), half, dim - c)
         elif at != 0:
             x = splat(total(load_row(at, half, 1)))
+        note_growth(sizes, above_zero(x))
         store(to + 4 * c, exp(x))
 
 

@@ -9,8 +9,9 @@ UPSTREAM, GRAD_FINAL, GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_LOG, GRAD_A, GRAD_B
 """Its rows; REMOVED is what each token removes, b^T S, and KEPT the states before every `OUTER` tokens."""
 BY_PART = (GRAD_QUERY, GRAD_KEY, GRAD_LOG, GRAD_A, GRAD_B, GRAD_BONUS)
 TENSORS = 22
-HEADS, LENGTH, DIM, VALUE_DIM, CHANNELS, PARTS = range(6)
-"""Sizes: heads, tokens, K, V, whether every channel has a log-decay of its own, parts that gradients are made in."""
+HEADS, LENGTH, DIM, VALUE_DIM, CHANNELS, PARTS, GROWS = range(7)
+"""Sizes: heads, tokens, K, V, whether every channel has a log-decay of its own, parts that gradients are made in; not 0
+afterwards if a log-decay was above 0."""
 SLICE = 64
 """Columns of the value that go together: with 64 channels their state is 16 KiB."""
 OUTER = 64

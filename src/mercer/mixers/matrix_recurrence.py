@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mercer.backends.matrix_scan import matrix_scan, serves
+from mercer.backends.matrix_scan import matrix_scan, refuse_growth, serves
 from mercer.errors import InvalidArgument
 from mercer.mixers.matrix_chunks import chunked
 
@@ -74,7 +74,9 @@ def matrix_recurrence(
     if form == "auto":
         form = call.quickest()
     if form == "numba":
-        return matrix_scan(**vars(call))
+        return matrix_scan(**vars(call))  # which looks at the decays as it reads them
+    if call.log_decay is not None and not torch.compiler.is_compiling() and call.log_decay.numel():
+        refuse_growth(float(call.log_decay.detach().max()) > 0)
     with torch.autocast(value.device.type, enabled=False):  # sums are float32 or float64, whatever surrounds the call
         if form == "recurrent":
             return recurrent(call)
@@ -208,8 +210,6 @@ def _read(
         if not x.is_floating_point():
             raise InvalidArgument(f"matrix_recurrence: {name} must be floating point, not {x.dtype}.")
     compiling = torch.compiler.is_compiling()  # values are not looked at there
-    if log_decay is not None and not compiling and log_decay.numel() and float(log_decay.detach().max()) > 0:
-        raise InvalidArgument("matrix_recurrence: every log_decay must be 0 or less: a state may fade, never grow.")
     if lengths is not None:
         if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise InvalidArgument(
