@@ -102,6 +102,8 @@ def _matrix(heads: int, length: int, dim: int, width: int, per: tuple[int, int])
 PLAIN, REMOVING = (5, 11), (9, 19)
 """Forward: a decay, an outer product and a read; a removal reads and writes once more. Backward, from states that are
 there: the gradient's own recurrence, and an entry's share in those of q, k, v, g (and a and b)."""
+DELTA, GATED_DELTA = (6, 12), (7, 15)
+"""The delta rule reads twice and writes once, along the key: of the difference between the value and what was there."""
 
 
 def gla_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> dict[str, Any]:
@@ -123,14 +125,13 @@ def gla(length: int, heads: int = 8, dim: int = 64, width: int = 64) -> Case:
 
 
 def deltanet_parts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> dict[str, Any]:
-    pushed = beta.unsqueeze(-1) * k
-    return {"query": q, "key": pushed, "value": v, "remove": (-pushed, k), "scale": q.shape[-1] ** -0.5}
+    return {"query": q, "key": k, "value": v, "delta": beta, "scale": q.shape[-1] ** -0.5}
 
 
 def deltanet(length: int, heads: int = 8, dim: int = 64, width: int = 64) -> Case:
     """The delta rule: no decay, a removal along the key."""
     q, k, v = _unit(1, heads, length, dim), _unit(1, heads, length, dim), _normal(1, heads, length, width)
-    shape, flops = _matrix(heads, length, dim, width, REMOVING)
+    shape, flops = _matrix(heads, length, dim, width, DELTA)
     names = ("fla delta_rule_recurrence", "fla delta_rule_chunkwise")
     peers: dict[str, Run] = {names[0]: lambda *given: fla("delta_rule").delta_rule_recurrence(*given)[0]}
     if length % 32 == 0:
@@ -142,12 +143,10 @@ def deltanet(length: int, heads: int = 8, dim: int = 64, width: int = 64) -> Cas
 def gated_deltanet(length: int, heads: int = 8, dim: int = 64, width: int = 64) -> Case:
     """The gated delta rule: a decay for every token, and what is removed has faded already."""
     q, k, v = _unit(1, heads, length, dim), _unit(1, heads, length, dim), _normal(1, heads, length, width)
-    shape, flops = _matrix(heads, length, dim, width, REMOVING)
+    shape, flops = _matrix(heads, length, dim, width, GATED_DELTA)
 
     def arguments(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> dict[str, Any]:
-        pushed = beta.unsqueeze(-1) * k
-        a = -g.exp().unsqueeze(-1) * pushed
-        return {"query": q, "key": pushed, "value": v, "log_decay": g, "remove": (a, k), "scale": dim**-0.5}
+        return deltanet_parts(q, k, v, beta) | {"log_decay": g}
 
     def peer(*given: Tensor) -> Tensor:
         turned = (x.transpose(1, 2) for x in given)

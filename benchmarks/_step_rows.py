@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._mamba_rows import SCAN
-from benchmarks._mixer_rows import PLAIN, REMOVING, Case, Run, deltanet_parts, fla, gla_parts, rwkv7_parts
+from benchmarks._mixer_rows import DELTA, PLAIN, REMOVING, Case, Run, deltanet_parts, fla, gla_parts, rwkv7_parts
 
 Pair = tuple[Tensor, Tensor]
 """Outputs, and the state after the token."""
@@ -52,7 +52,7 @@ def _matrix(batch: int, parts: Callable[..., dict[str, Any]], inputs: tuple[Tens
     heads, dim = inputs[0].shape[1], inputs[0].shape[3]
     state = torch.randn(batch, heads, dim, dim)
     ours = {"ours": by("auto"), "ours, recurrent": by("recurrent")}
-    per = PLAIN if parts is gla_parts else REMOVING
+    per = {gla_parts: PLAIN, deltanet_parts: DELTA, rwkv7_parts: REMOVING}[parts]
     return _case(f"H={heads} K={dim} V={dim}", state, inputs, ours, peer, per[0])
 
 

@@ -34,8 +34,8 @@ def compare(case, terms, dtype=torch.float32):
         assert_close(found[name], right, 4 * terms, f"gradient of {name}", dtype)
 
 
-# Channels in 1, 2, 3 (2 and 1) and 4 and more vectors, values likewise and in slices of 64, lengths around the 8 and 64
-# tokens between states that are kept.
+# Channels in 1, 2, 3 (2 and 1) and 4 and more vectors, values likewise and in slices of 64, lengths around the 8 tokens
+# up to which they go one by one, blocks of 16 and the 64 tokens between states that are kept.
 SHAPES = {
     "one": {"batch": 1, "heads": 1, "length": 1, "dim": 1, "width": 1},
     "tiny": {"length": 7, "dim": 5, "width": 3},
@@ -58,10 +58,18 @@ def test_outputs_final_state_and_gradients_are_the_formulas(shape, decay, remove
     compare(case.to(torch.float32), SHAPES[shape]["length"])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_the_delta_rule_is_the_formula(shape, decay):
+    case = draw(seeded(), **SHAPES[shape], decay=decay, delta=True, extreme=True)
+    compare(case.to(torch.float32), SHAPES[shape]["length"])
+
+
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("width", [16, 70])
-def test_rows_of_unequal_lengths(width):
-    case = draw(seeded(), batch=3, length=70, dim=6, width=width, remove=True, lengths=[70, 0, 9])
-    for name in ("query", "key", "value", "log_decay", "a", "b"):
+def test_rows_of_unequal_lengths(width, delta):
+    case = draw(seeded(), batch=3, length=70, dim=6, width=width, remove=not delta, delta=delta, lengths=[70, 0, 9])
+    for name in {"query", "key", "value", "log_decay", "a", "b", "delta"} & set(case.tensors):
         for row, count in enumerate([70, 0, 9]):
             case.tensors[name][row, :, count:] = torch.nan
     case = case.to(torch.float32)
@@ -83,6 +91,8 @@ def test_bfloat16_inputs():
     for width in (16, 70):
         case = draw(seeded(), length=70, dim=16, width=width, remove=True).to(torch.float32)
         compare(case.to(torch.bfloat16, *names), 70, torch.bfloat16)
+    case = draw(seeded(), length=70, dim=20, width=70, delta=True).to(torch.float32)
+    compare(case.to(torch.bfloat16, "query", "key", "value", "log_decay", "delta"), 70, torch.bfloat16)
     case = draw(seeded(), length=9, dim=5, width=3, bonus=True).to(torch.float32)
     compare(case.to(torch.float16, "query", "value").to(torch.bfloat16, "bonus"), 9, torch.bfloat16)
 
@@ -99,8 +109,13 @@ def test_expanded_and_turned_inputs():
 
 
 def test_no_argument_is_changed_and_a_state_goes_on():
-    for width in (64, 20):  # read straight from the old state into the new one, and not
-        case = draw(seeded(), length=3, dim=8, width=width, remove=True, bonus=True).to(torch.float32)
+    # read straight from the old state into the new one, and not
+    for width, kind in (
+        (64, {"remove": True, "bonus": True}),
+        (20, {"remove": True, "bonus": True}),
+        (64, {"delta": True}),
+    ):
+        case = draw(seeded(), length=3, dim=8, width=width, **kind).to(torch.float32)
         whole, final = matrix_recurrence(**case.arguments(), form="numba")
         state, rows = case.tensors["state"], []
         for t in range(3):

@@ -20,7 +20,7 @@ DECAYS = {
 @dataclass
 class Case:
     tensors: dict[str, Tensor]
-    """query, key, value, and where there are any log_decay, a, b, bonus, state."""
+    """query, key, value, and where there are any log_decay, a and b or delta, bonus, state."""
     lengths: Tensor | None
     scale: float
 
@@ -58,6 +58,7 @@ def draw(
     width: int = 3,
     decay: str = "channel",
     remove: bool = False,
+    delta: bool = False,
     bonus: bool = False,
     state: bool = True,
     lengths: list[int] | None = None,
@@ -89,6 +90,9 @@ def draw(
         tensors |= {"a": -beta * b + 0.05 * normal(batch, heads, length, dim), "b": b}
         if shape is not None:  # a decay of b's direction beside the removal could overshoot
             tensors["a"] = tensors["a"] / 2
+    if delta:
+        tensors["key"] = torch.nn.functional.normalize(tensors["key"], dim=-1)
+        tensors["delta"] = torch.rand(batch, heads, length, generator=generator, dtype=torch.float64)
     if bonus:
         tensors["bonus"] = normal(heads, dim)
     if state:
@@ -112,6 +116,9 @@ def numpy_loop(case: Case) -> tuple[np.ndarray, np.ndarray]:
                 if "a" in x:
                     step = step + np.outer(x["a"][i, h, t], x["b"][i, h, t])
                 new = np.outer(x["key"][i, h, t], x["value"][i, h, t])
+                if "delta" in x:
+                    k, rate = x["key"][i, h, t], x["delta"][i, h, t]
+                    step, new = (np.eye(dim) - rate * np.outer(k, k)) @ step, rate * new
                 if "bonus" in x:
                     out[i, h, t] = case.scale * x["query"][i, h, t] @ (s + np.diag(x["bonus"][h]) @ new)
                 s = step @ s + new
@@ -129,13 +136,17 @@ def formula(case: Case) -> tuple[Tensor, Tensor]:
     steps = torch.diag_embed(log.exp())
     if "a" in x:
         steps = steps + torch.einsum("bhlk,bhlm->bhlkm", x["a"], x["b"])
+    pushed = x["key"]
+    if "delta" in x:
+        pushed = x["delta"].unsqueeze(-1) * x["key"]
+        steps = (torch.eye(dim, dtype=torch.float64) - torch.einsum("bhlk,bhlm->bhlkm", pushed, x["key"])) @ steps
     outs, finals = [], []
     for i in range(batch):
         s = x["state"][i] if "state" in x else torch.zeros(heads, dim, x["value"].shape[-1], dtype=torch.float64)
         count = length if case.lengths is None else int(case.lengths[i])
         rows = []
         for t in range(count):
-            new = torch.einsum("hk,hv->hkv", x["key"][i, :, t], x["value"][i, :, t])
+            new = torch.einsum("hk,hv->hkv", pushed[i, :, t], x["value"][i, :, t])
             seen = s + x["bonus"].unsqueeze(-1) * new if "bonus" in x else None
             s = steps[i, :, t] @ s + new
             rows.append(torch.einsum("hk,hkv->hv", x["query"][i, :, t], s if seen is None else seen) * case.scale)

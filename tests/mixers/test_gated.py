@@ -138,12 +138,11 @@ def test_the_recurrence_is_that_of_flash_linear_attention(name, monkeypatch):
         out, state = naive("gla", "naive_recurrent_gla")(*times, output_final_state=True)
         out = out.transpose(1, 2)
     else:
-        unit = seen["remove"][1]
-        beta = (key * unit).sum(-1) / unit.square().sum(-1)
+        beta = seen["delta"]
         if name == "deltanet":
-            out, state = naive("delta_rule", "delta_rule_recurrence")(query, unit, value, beta)
+            out, state = naive("delta_rule", "delta_rule_recurrence")(query, key, value, beta)
         else:
-            times = [part.transpose(1, 2) for part in (query, unit, value, beta, seen["log_decay"])]
+            times = [part.transpose(1, 2) for part in (query, key, value, beta, seen["log_decay"])]
             run = naive("gated_delta_rule", "naive_recurrent_gated_delta_rule")
             out, state = run(*times, output_final_state=True)
             out = out.transpose(1, 2)

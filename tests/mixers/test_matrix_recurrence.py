@@ -25,17 +25,16 @@ def seeded(seed: int = 0) -> torch.Generator:
     dim=st.sampled_from([1, 3, 16]),
     width=st.sampled_from([1, 5, 16]),
     decay=st.sampled_from(list(DECAYS)),
-    remove=st.booleans(),
-    bonus=st.booleans(),
+    kind=st.sampled_from([{}, {"remove": True}, {"bonus": True}, {"remove": True, "bonus": True}, {"delta": True}]),
     state=st.booleans(),
     extreme=st.booleans(),
     form=st.sampled_from(FORMS),
 )
 def test_outputs_final_state_and_gradients_are_the_formulas(
-    lengths, heads, dim, width, decay, remove, bonus, state, extreme, form
+    lengths, heads, dim, width, decay, kind, state, extreme, form
 ):
     sizes = {"batch": len(lengths), "heads": heads, "length": max(lengths), "dim": dim, "width": width}
-    flags = {"decay": decay, "remove": remove, "bonus": bonus, "state": state, "extreme": extreme}
+    flags = {"decay": decay, "state": state, "extreme": extreme, **kind}
     case = draw(seeded(), **sizes, **flags, lengths=lengths).leaves()
     out, final = matrix_recurrence(**case.arguments(), form=form)
     expected_out, expected_final = numpy_loop(case)
@@ -86,11 +85,13 @@ def test_gradients_are_those_of_finite_differences(form, bonus):
     assert torch.autograd.gradcheck(run, tuple(case.tensors.values()))
 
 
+@pytest.mark.parametrize("kind", ["remove", "delta"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_stands_behind_a_row_is_absent(form):
-    case = draw(seeded(), batch=3, length=9, remove=True, lengths=[9, 4, 0])
+def test_what_stands_behind_a_row_is_absent(form, kind):
+    case = draw(seeded(), batch=3, length=9, lengths=[9, 4, 0], **{kind: True})
+    over_tokens = {"query", "key", "value", "log_decay", "a", "b", "delta"} & set(case.tensors)
     case.tensors["log_decay"][:] = -0.3  # so that a step too many would show
-    for name in ("query", "key", "value", "log_decay", "a", "b"):
+    for name in over_tokens:
         for row, count in enumerate([9, 4, 0]):
             case.tensors[name][row, :, count:] = torch.nan
     case.tensors["state"][2, 0, 0, 0] = -0.0
@@ -102,7 +103,7 @@ def test_what_stands_behind_a_row_is_absent(form):
     for row, count in enumerate([9, 4, 0]):
         assert not out[row, :, count:].any()
         assert torch.isfinite(out[row]).all()
-        for name in ("query", "key", "value", "log_decay", "a", "b"):
+        for name in over_tokens:
             assert not found[name][row, :, count:].any(), name
     short = {n: x[1:2] if n == "state" else x[1:2, :, :4] for n, x in case.tensors.items()}
     alone = type(case)(short, None, case.scale)
@@ -155,6 +156,8 @@ BAD = {
     "half of a removal": {"remove": (torch.zeros(1, 2, 3, 4),)},
     "a removal": {"remove": (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 1))},
     "a bonus": {"bonus": torch.zeros(4)},
+    "rates of the delta rule": {"delta": torch.zeros(1, 2, 3, 1)},
+    "the delta rule and a bonus": {"delta": torch.zeros(1, 2, 3), "bonus": torch.zeros(2, 4)},
     "a state": {"state": torch.zeros(1, 2, 4, 5)},
     "a state's dtype": {"state": torch.zeros(1, 2, 4, 4, dtype=torch.float64)},
     "lengths": {"lengths": torch.tensor([4])},

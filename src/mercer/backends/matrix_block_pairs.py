@@ -22,7 +22,9 @@ CARRIED = 2 * (BLOCK + 1) * TILE + 2 * TILE
 
 
 @by_call
-def pairs_back(removes: bool, block: int, each: int, grads: int, end: int, pairs: int, line: int, work: int) -> None:
+def pairs_back(
+    seeks: bool, takes: bool, block: int, each: int, grads: int, end: int, pairs: int, line: int, work: int
+) -> None:
     """Turns U and the gradients of writes until the end, in grads, into those of q', k (and b, a), and makes that of w.
 
     end: the gradient of E_16, a row; pairs: the gradients of pairs, of which those of q' with k begin a line j and
@@ -31,25 +33,26 @@ def pairs_back(removes: bool, block: int, each: int, grads: int, end: int, pairs
     for c in range(0, each, ROW):
         at = block + c
         grad = grads + c
-        _forth(removes, at, each, grad, pairs, line, work)
-        _back(removes, at, each, grad, load(end + c), pairs, line, work)
+        _forth(seeks, takes, at, each, grad, pairs, line, work)
+        _back(seeks, takes, at, each, grad, load(end + c), pairs, line, work)
 
 
 @njit
-def _forth(removes: bool, at: int, each: int, grad: int, pairs: int, line: int, work: int) -> None:
+def _forth(seeks: bool, takes: bool, at: int, each: int, grad: int, pairs: int, line: int, work: int) -> None:
     """Gradients of the reads; the writes before every token go to `work`, and gradients of E to where those of w will
     stand."""
-    takes = work + (BLOCK + 1) * TILE
+    taking = work + (BLOCK + 1) * TILE
     for t in range(BLOCK):
         x = t * each
         e, w = load(kind(at, each, FADED) + x), load(kind(at, each, DECAY) + x)
         read, here, column = kind(grad, each, OF_READ) + x, work + t * TILE, pairs + 4 * t
         u = load(read)
         dq, de = mul(e, u), mul(load(kind(at, each, READ) + x), u)
-        if removes:
-            seek, there = kind(grad, each, OF_SEEK) + x, takes + t * TILE
+        if seeks:
+            seek, there = kind(grad, each, OF_SEEK) + x, taking + t * TILE
             u = load(seek)
             db, de = mul(e, u), fma(load(kind(at, each, SEEK) + x), u, de)
+        if takes:
             other, more = splat(F(0)), splat(F(0))
             for j in range(t):
                 k, a, y = load(here + j * ROW), load(there + j * ROW), column + j * line
@@ -62,6 +65,13 @@ def _forth(removes: bool, at: int, each: int, grad: int, pairs: int, line: int, 
             dq = add(dq, other)
             store(seek, add(db, more))
             store(there + TILE + t * ROW, load(kind(at, each, TAKE) + x))
+        elif seeks:
+            for j in range(t):
+                k, y = load(here + j * ROW), column + j * line
+                dq = fma(broadcast(y), k, dq)
+                db = fma(broadcast(y + ROW), k, db)
+                store(here + TILE + j * ROW, mul(w, k))
+            store(seek, db)
         else:
             for j in range(t):
                 k = load(here + j * ROW)
@@ -73,22 +83,22 @@ def _forth(removes: bool, at: int, each: int, grad: int, pairs: int, line: int, 
 
 
 @njit
-def _back(removes: bool, at: int, each: int, grad: int, de: Any, pairs: int, line: int, work: int) -> None:
+def _back(seeks: bool, takes: bool, at: int, each: int, grad: int, de: Any, pairs: int, line: int, work: int) -> None:
     """Gradients of the writes and decays."""
-    takes = work + (BLOCK + 1) * TILE
-    pushed = takes + (BLOCK + 1) * TILE
+    taking = work + (BLOCK + 1) * TILE
+    pushed = taking + (BLOCK + 1) * TILE
     taken = pushed + TILE
     for j in range(BLOCK):
         store(pushed + j * ROW, load(kind(grad, each, OF_PUSH) + j * each))
-        if removes:
+        if takes:
             store(taken + j * ROW, load(kind(grad, each, OF_TAKE) + j * each))
     for t in range(BLOCK - 1, -1, -1):
         x = t * each
         w, q = load(kind(at, each, DECAY) + x), load(kind(at, each, READ) + x)
         here, column = work + t * TILE, pairs + 4 * t
         dw = mul(de, load(kind(at, each, FADED) + x))
-        if removes:
-            b, there, other = load(kind(at, each, SEEK) + x), takes + t * TILE, splat(F(0))
+        if takes:
+            b, there, other = load(kind(at, each, SEEK) + x), taking + t * TILE, splat(F(0))
             for j in range(t):
                 r, y = j * ROW, column + j * line
                 g = load(pushed + r)
@@ -100,6 +110,13 @@ def _back(removes: bool, at: int, each: int, grad: int, de: Any, pairs: int, lin
                 g = fma(broadcast(y + BLOCK * line), q, mul(g, w))
                 store(taken + r, fma(broadcast(y + BLOCK * line + ROW), b, g))
             dw = add(dw, other)
+        elif seeks:
+            b = load(kind(at, each, SEEK) + x)
+            for j in range(t):
+                y, g = column + j * line, load(pushed + j * ROW)
+                dw = fma(g, load(here + j * ROW), dw)
+                g = fma(broadcast(y), q, mul(g, w))
+                store(pushed + j * ROW, fma(broadcast(y + ROW), b, g))
         else:
             for j in range(t):
                 g = load(pushed + j * ROW)
@@ -110,5 +127,5 @@ def _back(removes: bool, at: int, each: int, grad: int, de: Any, pairs: int, lin
         store(of_decay, dw)
     for j in range(BLOCK):
         store(kind(grad, each, OF_PUSH) + j * each, load(pushed + j * ROW))
-        if removes:
+        if takes:
             store(kind(grad, each, OF_TAKE) + j * each, load(taken + j * ROW))

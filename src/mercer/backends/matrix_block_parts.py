@@ -39,11 +39,14 @@ from mercer.backends.matrix_block_vectors import (
     after,
     after_turned,
     pairs1,
-    pairs1_removing,
+    pairs1_seeking,
+    pairs1_taking,
     pairs2,
-    pairs2_removing,
+    pairs2_seeking,
+    pairs2_taking,
     pairs4,
-    pairs4_removing,
+    pairs4_seeking,
+    pairs4_taking,
     product1,
     product1_onto,
     product2,
@@ -63,7 +66,21 @@ from mercer.backends.matrix_scan_parts import (
     unpack_some,
     widest,
 )
-from mercer.backends.matrix_scan_table import ADDRESS, BONUS, CHANNELS, HALF, KEY, LOG, PART, QUERY, SLICE, TOKEN, A, B
+from mercer.backends.matrix_scan_table import (
+    ADDRESS,
+    BETA,
+    BONUS,
+    CHANNELS,
+    HALF,
+    KEY,
+    LOG,
+    PART,
+    QUERY,
+    SLICE,
+    TOKEN,
+    A,
+    B,
+)
 from mercer.backends.matrix_scan_vectors import total
 from mercer.backends.microkernels import (
     LANES,
@@ -175,24 +192,26 @@ def prepare(
     tiles: scratch of 4 TILE; ahead: tokens from here to those that are read next, which memory is asked for now.
     """
     each = 4 * deep
-    removes = column(tensors, A, ADDRESS) != 0
+    seeks, takes = seek_and_take(tensors)
     fill(ones(block, each), each + ROW, splat(F(1)))
     pack_decays(tensors, sizes, b, h, t, tokens, dim, block, each)
     for which, to in ((QUERY, READ), (KEY, PUSH), (A, TAKE), (B, SEEK)):
         if column(tensors, which, ADDRESS) != 0:
             pack_rows(tensors, which, b, h, t, tokens, dim, kind(block, each, to), each)
+    if seeks and not takes:
+        pack_delta(tensors, b, h, t, tokens, block, each)
     own = pairs_of(block, each, 4)
     ask_rows(tensors, QUERY, b, h, t + ahead, dim)
-    meet_themselves(removes, locate(tensors, BONUS, 0, h, 0), scale, dim, block, each, own)
+    meet_themselves(takes, locate(tensors, BONUS, 0, h, 0), scale, dim, block, each, own)
     ask_rows(tensors, KEY, b, h, t + ahead, dim)
     ask_rows(tensors, A, b, h, t + ahead, dim)
-    fade(removes, block, each)
+    fade(seeks, block, each)
     ask_rows(tensors, B, b, h, t + ahead, dim)
     ask_rows(tensors, LOG, b, h, t + ahead, dim if number(sizes, CHANNELS) else 1)
-    meet(removes, block, deep, tiles)
+    meet(seeks, takes, block, deep, tiles)
     for i in range(BLOCK):
         put(pairs_of(block, each, READ_PUSH) + i * (ROW + 4), get(own + 4 * i))
-        if removes:
+        if takes:
             put(pairs_of(block, each, READ_TAKE) + i * (ROW + 4), get(own + ROW + 4 * i))
 
 
@@ -248,8 +267,31 @@ def pack_decays(tensors: int, sizes: int, b: int, h: int, t: int, tokens: int, d
             fill(to + i * each, each, exp(x))
 
 
+@njit
+def seek_and_take(tensors: int) -> tuple[bool, bool]:
+    """Whether tokens seek in the state, and whether they take from it along a direction of their own: those of the
+    delta rule write what they find, less the value, where they push.
+    """
+    takes = column(tensors, A, ADDRESS) != 0
+    return takes or column(tensors, BETA, ADDRESS) != 0, takes
+
+
 @by_call
-def meet_themselves(removes: bool, bonus: int, scale: float, dim: int, block: int, each: int, own: int) -> None:
+def pack_delta(tensors: int, b: int, h: int, t: int, tokens: int, block: int, each: int) -> None:
+    """For the delta rule b = -w k and beta k of every k, which goes where a would be."""
+    for i in range(BLOCK):
+        beta = splat(F(0))
+        if i < tokens:
+            beta = splat(total(load_row(locate(tensors, BETA, b, h, t + i), column(tensors, BETA, HALF), 1)))
+        for at in range(block + i * each, block + (i + 1) * each, ROW):
+            k = load(kind(at, each, PUSH))
+            store(kind(at, each, TAKE), k)
+            store(kind(at, each, SEEK), mul(load(at), mul(splat(F(-1)), k)))
+            store(kind(at, each, PUSH), mul(beta, k))
+
+
+@by_call
+def meet_themselves(takes: bool, bonus: int, scale: float, dim: int, block: int, each: int, own: int) -> None:
     """q' and q with the scale, of q; and what every token's query gives its own k (u k), and its a, at `own`."""
     factor, second = splat(F(scale)), own + ROW
     for t in range(BLOCK):
@@ -262,7 +304,7 @@ def meet_themselves(removes: bool, bonus: int, scale: float, dim: int, block: in
                 k = mul(k, load_row(bonus + c, 0, dim - c // 4))
             mine = fma(q, k, mine)
             if not bonus:
-                if removes:
+                if takes:
                     taken = fma(q, load(kind(at, each, TAKE)), taken)
                 q = mul(q, load(at))
             store(kind(at, each, READ), q)
@@ -271,34 +313,34 @@ def meet_themselves(removes: bool, bonus: int, scale: float, dim: int, block: in
 
 
 @by_call
-def fade(removes: bool, block: int, each: int) -> None:
+def fade(seeks: bool, block: int, each: int) -> None:
     """E, q' E, b E, and E at the end."""
     for c in range(0, each, ROW):
         e = splat(F(1))
         for t in range(c, c + BLOCK * each, each):
             store(kind(block, each, FADED) + t, e)
             store(kind(block, each, READ_FROM) + t, mul(e, load(kind(block, each, READ) + t)))
-            if removes:
+            if seeks:
                 store(kind(block, each, SEEK_FROM) + t, mul(e, load(kind(block, each, SEEK) + t)))
             e = mul(e, load(block + t))
         store(faded(block, each) + c, e)
 
 
 @by_call
-def meet(removes: bool, block: int, deep: int, tiles: int) -> None:
+def meet(seeks: bool, takes: bool, block: int, deep: int, tiles: int) -> None:
     """The pairs of all tokens, and k and a until the end.
 
     Token j's pairs are with those after it, token 15 - j's with the others: both share a tile, the latter from its last
     row on backward.
     """
     each = 4 * deep
-    first, matrices = pairs_of(block, each, 0), 4 if removes else 1
+    first, reads = pairs_of(block, each, 0), 2 if seeks else 1
     for j in range(BLOCK // 2):
-        meet_later(removes, block, deep, j, tiles + j * ROW, ROW)
+        meet_later(seeks, takes, block, deep, j, tiles + j * ROW, ROW)
         other = BLOCK - 1 - j
-        meet_later(removes, block, deep, other, tiles + (j - 1) * ROW, -ROW)
-        for n in range(matrices):
-            to = first + (n % 2 * 2 + n // 2) * TILE  # tiles: k with q' and b, then a with both
+        meet_later(seeks, takes, block, deep, other, tiles + (j - 1) * ROW, -ROW)
+        for n in range(2 * reads if takes else reads):
+            to = first + (n % reads * 2 + n // reads) * TILE  # tiles: k with q' and b, then a with both
             store(tiles + n * TILE + (BLOCK - 1) * ROW, splat(F(0)))
             s = lane_sums(tiles + n * TILE, splat(F(1)))
             after(to + j * ROW, s, j)
@@ -306,7 +348,7 @@ def meet(removes: bool, block: int, deep: int, tiles: int) -> None:
 
 
 @by_call
-def meet_later(removes: bool, block: int, deep: int, j: int, tile: int, step: int) -> None:
+def meet_later(seeks: bool, takes: bool, block: int, deep: int, j: int, tile: int, step: int) -> None:
     """The pairs of token j with those after it, in lanes, `step` bytes from one to the next."""
     each, vectors = 4 * deep, deep // LANES
     apart, count = BLOCK * each, BLOCK - 1 - j
@@ -317,15 +359,22 @@ def meet_later(removes: bool, block: int, deep: int, j: int, tile: int, step: in
         if count == 0:
             for i in range(0, wide * ROW, ROW):
                 store(end + i, load(own + i))
-                if removes:
+                if takes:
                     store(end + apart + i, load(own + apart + i))
-        elif removes:
+        elif takes:
             if wide == 4:
-                pairs4_removing(at, apart, each, count, own, end, tile, step, c)
+                pairs4_taking(at, apart, each, count, own, end, tile, step, c)
             elif wide == 2:
-                pairs2_removing(at, apart, each, count, own, end, tile, step, c)
+                pairs2_taking(at, apart, each, count, own, end, tile, step, c)
             else:
-                pairs1_removing(at, apart, each, count, own, end, tile, step, c)
+                pairs1_taking(at, apart, each, count, own, end, tile, step, c)
+        elif seeks:
+            if wide == 4:
+                pairs4_seeking(at, apart, each, count, own, end, tile, step, c)
+            elif wide == 2:
+                pairs2_seeking(at, apart, each, count, own, end, tile, step, c)
+            else:
+                pairs1_seeking(at, apart, each, count, own, end, tile, step, c)
         elif wide == 4:
             pairs4(at, apart, each, count, own, end, tile, step, c)
         elif wide == 2:
@@ -391,8 +440,17 @@ def remove(block: int, deep: int, vectors: int, state: int, values: int) -> None
 
 
 @by_call
-def advance(removes: bool, block: int, deep: int, vectors: int, state: int, after: int, values: int) -> None:
+def replace(block: int, deep: int, vectors: int, state: int, values: int) -> None:
+    """With the delta rule what a block's tokens write, v + b^T S, in the place of the values."""
+    each, seek, one = 4 * deep, kind(block, 4 * deep, SEEK_FROM), ones(block, 4 * deep)
+    multiply_onto(vectors, seek, each, 4, BLOCK, state, PITCH, deep, values, PITCH, values, one)
+    for c in range(0, vectors * ROW, ROW):
+        solve(values + c, PITCH, pairs_of(block, each, SEEK_PUSH))
+
+
+@by_call
+def advance(takes: bool, block: int, deep: int, vectors: int, state: int, after: int, values: int) -> None:
     """The state after a block of the one before it."""
-    each, written = 4 * deep, 2 * BLOCK if removes else BLOCK
+    each, written = 4 * deep, 2 * BLOCK if takes else BLOCK
     pushed = kind(block, each, PUSH_TO)
     multiply_onto(vectors, pushed, 4, each, deep, values, PITCH, written, after, PITCH, state, faded(block, each))

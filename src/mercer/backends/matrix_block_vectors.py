@@ -76,20 +76,20 @@ def _product(wide: int, onto: bool) -> Callable[..., None]:
     return emit
 
 
-def _pairs(wide: int, removes: bool) -> Callable[..., None]:
+def _pairs(wide: int, seeks: bool, takes: bool) -> Callable[..., None]:
     def emit(
         b: Any, rows: Any, apart: Any, each: Any, count: Any, own: Any, end: Any, tile: Any, gap: Any, add: Any
     ) -> None:  # fmt: skip
-        """A token's key (and a) before those after it: with p = k, for each of `count` tokens t
+        """A token's key before those after it: with p = k, for each of `count` tokens t
 
-            tile[t] (+)= q_t p    and, removing,  b_t p, then both of p' = a;    p <- w_t p
+            tile[t] (+)= q_t p,    p <- w_t p
 
-        in lanes, not yet summed over them. rows: w, q, k, a, b of the first t, `apart` bytes from one to the next,
-        tokens `each` apart; own: k of the token, a `apart` further; end: where the last p goes, likewise. Rows of a
-        tile are `gap` apart, and of the four the n-th begins n TILE further. It adds if `add` is not 0.
+        in lanes, not yet summed over them; and where tokens seek b_t p too, and where they take the same of a. rows: w,
+        q, k, a, b of the first t, `apart` bytes from one to the next, tokens `each` apart; own: k of the token, a
+        `apart` further; end: where the last p goes, likewise. Rows of a tile are `gap` apart, and of several the n-th
+        begins n TILE further. It adds if `add` is not 0.
         """
-        ways = 4 if removes else 1
-        starts = [own, b.add(own, apart)][: 1 + removes]
+        starts = [own, b.add(own, apart)][: 1 + takes]
         first = [_load(b, at, i * ROW) for at in starts for i in range(wide)]
         kinds = [rows, b.add(rows, apart), b.add(rows, b.mul(apart, I64(4)))]
         adding = b.icmp_signed("!=", add, I64(0))
@@ -97,22 +97,23 @@ def _pairs(wide: int, removes: bool) -> Callable[..., None]:
         def body(t: Any, carried: list[Any]) -> list[Any]:
             step = b.mul(t, each)
             w = [_load(b, b.add(kinds[0], step), i * ROW) for i in range(wide)]
-            reads = [[_load(b, b.add(at, step), i * ROW) for i in range(wide)] for at in kinds[1 : 2 + removes]]
-            for n in range(ways):
+            reads = [[_load(b, b.add(at, step), i * ROW) for i in range(wide)] for at in kinds[1 : 2 + seeks]]
+            for n in range((1 + seeks) * (1 + takes)):
                 place = b.add(tile, b.mul(t, gap))
                 x = b.select(adding, _load(b, place, n * TILE), _constant(0.0))
-                p = carried[(n // 2) * wide : (n // 2 + 1) * wide]
+                which = n // (1 + seeks)
+                p = carried[which * wide : (which + 1) * wide]
                 for i in range(wide):
-                    x = _fma(b, reads[n % 2][i], p[i], x)
+                    x = _fma(b, reads[n % (1 + seeks)][i], p[i], x)
                 _store(b, x, place, n * TILE)
             return [b.fmul(p, w[i % wide]) for i, p in enumerate(carried)]
 
         last = _loop(b, count, first, body)
-        for n in range(1 + removes):
+        for n in range(1 + takes):
             for i in range(wide):
                 _store(b, last[n * wide + i], end if n == 0 else b.add(end, apart), i * ROW)
 
-    emit.__name__ = f"pairs{wide}{'_removing' * removes}"
+    emit.__name__ = f"pairs{wide}{'_seeking' * seeks}{'_taking' * takes}"
     return emit
 
 
@@ -169,5 +170,8 @@ product1_onto, product2_onto, product4_onto = (
     _primitive(types.void, *_PRODUCT, address, address)(_product(n, True)) for n in WIDTHS
 )
 _PAIRS = (address, whole, whole, whole, address, address, address, whole, whole)
-pairs1, pairs2, pairs4 = (_primitive(types.void, *_PAIRS)(_pairs(n, False)) for n in WIDTHS)
-pairs1_removing, pairs2_removing, pairs4_removing = (_primitive(types.void, *_PAIRS)(_pairs(n, True)) for n in WIDTHS)
+pairs1, pairs2, pairs4 = (_primitive(types.void, *_PAIRS)(_pairs(n, False, False)) for n in WIDTHS)
+pairs1_seeking, pairs2_seeking, pairs4_seeking = (
+    _primitive(types.void, *_PAIRS)(_pairs(n, True, False)) for n in WIDTHS
+)
+pairs1_taking, pairs2_taking, pairs4_taking = (_primitive(types.void, *_PAIRS)(_pairs(n, True, True)) for n in WIDTHS)

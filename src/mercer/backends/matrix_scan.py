@@ -2,9 +2,10 @@
 
     S_t = diag(exp(g_t)) S_{t-1} + a_t (b_t^T S_{t-1}) + k_t v_t^T,        o_t = scale q_t^T S_t
 
-or with a bonus o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T), in products over blocks of 16 tokens. Heads go to
-threads, or slices of 64 columns of the value where heads are few: rows of S^T are independent. All sums are float32.
-For the backward pass the state before every 64th token is kept, and what each token removed.
+with a bonus o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T), and with the delta rule a = -beta k, b = exp(g) k and
+beta k for k, in products over blocks of 16 tokens. Heads go to threads, or slices of 64 columns of the value where
+heads are few: rows of S^T are independent. All sums are float32. For the backward pass the state before every 64th
+token is kept, and what each token removed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def matrix_scan(
     *,
     log_decay: Tensor | None = None,
     remove: tuple[Tensor, Tensor] | None = None,
+    delta: Tensor | None = None,
     bonus: Tensor | None = None,
     scale: float = 1.0,
     state: Tensor | None = None,
@@ -66,6 +68,7 @@ def matrix_scan(
         value: ``[B, H, L, V]``.
         log_decay: ``[B, H, L, K or 1]``, 0 or less.
         remove: a and b, ``[B, H, L, K]`` each.
+        delta: beta, ``[B, H, L]``; no `remove` and no bonus beside it.
         bonus: ``[H, K]``.
         scale: put on the queries.
         state: float32 ``[B, H, K, V]``; default 0. It is not changed.
@@ -76,18 +79,19 @@ def matrix_scan(
         InvalidArgument: a log-decay above 0.
     """
     a, b = (None, None) if remove is None else remove
-    if not serves(query, key, value, log_decay, a, b, bonus, state, lengths):
+    if not serves(query, key, value, log_decay, a, b, delta, bonus, state, lengths):
         reason = "needs the extra cpu: pip install 'mercer[cpu]'" if not installed() else (
             "computes in float32 on the CPU, outside of torch.compile and without forward-mode derivatives"
         )  # fmt: skip
         raise Unsupported(f"The fused matrix recurrence {reason}; use form='chunked' or form='recurrent' instead.")
     query, key, value = _rows(query), _rows(key), _rows(value)
     log, a, b = (None if x is None else _rows(x) for x in (log_decay, a, b))
+    beta = None if delta is None else _rows(delta.unsqueeze(-1))
     if bonus is not None:
         bonus = bonus.float().contiguous()
     if state is not None:
         state = state.contiguous()
-    given = (query, key, value, log, a, b, bonus, state)
+    given = (query, key, value, log, a, b, beta, bonus, state)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         out, final = _Scan.apply(*given, lengths, float(scale))  # pyright: ignore[reportGeneralTypeIssues]
     else:
@@ -97,7 +101,8 @@ def matrix_scan(
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, a: Tensor | None, b: Tensor | None,
-    bonus: Tensor | None, state: Tensor | None, lengths: Tensor | None, scale: float, *, keep: bool,
+    beta: Tensor | None, bonus: Tensor | None, state: Tensor | None, lengths: Tensor | None, scale: float, *,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Outputs, the final state and, to keep for the backward pass, what was removed and some states."""
     from mercer.backends import matrix_scan_kernels as kernels
@@ -108,11 +113,18 @@ def _forward(
     final = torch.empty(batch, heads, dim, width)
     removed = kept = None
     if keep:
-        if a is not None:
+        if a is not None or beta is not None:
             removed = torch.empty(batch, heads, length, width)
         kept = torch.empty(batch, heads, -(-length // at.OUTER), -(-dim // 4) * 4 * _padded(width))
-    inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BONUS: bonus}
-    table = inputs | {at.STATE: state, at.OUT: out, at.FINAL: final, at.REMOVED: removed, at.KEPT: kept}
+    inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BETA: beta}
+    table = inputs | {
+        at.BONUS: bonus,
+        at.STATE: state,
+        at.OUT: out,
+        at.FINAL: final,
+        at.REMOVED: removed,
+        at.KEPT: kept,
+    }
     _run(kernels.compiled_forward(), kernels.room, table, lengths, scale)
     return out, final, removed, kept
 
@@ -123,9 +135,9 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, log: Tensor | None, a: Tensor | None, b: Tensor | None,
-        bonus: Tensor | None, state: Tensor | None, lengths: Tensor | None, scale: float,
+        beta: Tensor | None, bonus: Tensor | None, state: Tensor | None, lengths: Tensor | None, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        inputs = (query, key, value, log, a, b, bonus, state, lengths)
+        inputs = (query, key, value, log, a, b, beta, bonus, state, lengths)
         out, final, removed, kept = _forward(*inputs, scale, keep=True)
         ctx.scale = scale
         ctx.set_materialize_grads(False)
@@ -137,7 +149,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         from mercer.backends import matrix_scan_backward, matrix_scan_kernels
 
-        query, key, value, log, a, b, bonus, state, lengths, removed, kept = ctx.saved_tensors
+        query, key, value, log, a, b, beta, bonus, state, lengths, removed, kept = ctx.saved_tensors
         batch, heads = key.shape[:2]
         if grad_out is None:
             grad_out = torch.zeros(1).expand(value.shape)
@@ -154,12 +166,19 @@ class _Scan(torch.autograd.Function):
 
         shared = {which: gradient(x, *x.shape) if x is not None else None for which, x in (
             (at.GRAD_QUERY, query), (at.GRAD_KEY, key), (at.GRAD_LOG, log), (at.GRAD_A, a), (at.GRAD_B, b),
+            (at.GRAD_BETA, beta),
         )}  # fmt: skip
         grad_bonus = None if bonus is None else torch.zeros(parts, batch, *bonus.shape)
         grad_value = _empty(value, lengths, value.dtype)
         grad_state = None if state is None else torch.empty_like(state)
-        inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BONUS: bonus}
-        table = inputs | {at.REMOVED: removed, at.KEPT: kept, at.UPSTREAM: _rows(grad_out), at.GRAD_VALUE: grad_value}
+        inputs = {at.QUERY: query, at.KEY: key, at.VALUE: value, at.LOG: log, at.A: a, at.B: b, at.BETA: beta}
+        table = inputs | {
+            at.BONUS: bonus,
+            at.REMOVED: removed,
+            at.KEPT: kept,
+            at.UPSTREAM: _rows(grad_out),
+            at.GRAD_VALUE: grad_value,
+        }
         table |= {at.GRAD_FINAL: None if grad_final is None else grad_final.contiguous(), at.GRAD_STATE: grad_state}
         table |= shared | {at.GRAD_BONUS: grad_bonus}
         _run(matrix_scan_kernels.compiled_backward(), matrix_scan_backward.room, table, lengths, ctx.scale)
@@ -174,6 +193,7 @@ class _Scan(torch.autograd.Function):
 
         grads = [joined(shared[which], x) for which, x in (
             (at.GRAD_QUERY, query), (at.GRAD_KEY, key), (at.GRAD_LOG, log), (at.GRAD_A, a), (at.GRAD_B, b),
+            (at.GRAD_BETA, beta),
         )]  # fmt: skip
         total = joined(grad_bonus, bonus)
         grads.insert(2, grad_value)

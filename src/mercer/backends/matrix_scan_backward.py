@@ -52,6 +52,7 @@ from mercer.backends.matrix_block_parts import (
     multiply_onto,
     pack_columns,
     prepare,
+    seek_and_take,
     unpack_columns,
     unpack_rows,
 )
@@ -59,11 +60,13 @@ from mercer.backends.matrix_block_vectors import solve_back, turn_tile
 from mercer.backends.matrix_scan_parts import columns_of, copy_rows, lanes_of, pieces_of, write_rows
 from mercer.backends.matrix_scan_table import (
     ADDRESS,
+    BETA,
     BONUS,
     CHANNELS,
     DIM,
     GRAD_A,
     GRAD_B,
+    GRAD_BETA,
     GRAD_BONUS,
     GRAD_FINAL,
     GRAD_KEY,
@@ -71,6 +74,7 @@ from mercer.backends.matrix_scan_table import (
     GRAD_QUERY,
     GRAD_STATE,
     GRAD_VALUE,
+    HALF,
     KEPT,
     OUTER,
     PART,
@@ -80,7 +84,6 @@ from mercer.backends.matrix_scan_table import (
     UPSTREAM,
     VALUE,
     VALUE_DIM,
-    A,
 )
 from mercer.backends.matrix_scan_vectors import column, locate, number, total
 from mercer.backends.microkernels import (
@@ -144,8 +147,8 @@ def backward_item(tensors: int, sizes: int, lengths: int, scale: float, work: in
     each, size, one = 4 * deep, deep * PITCH, block_room(4 * deep)
     at = places(work, each, stop - begin, one)
     _, grad, states, values, turned, rows, mixed, end, pairs, carried, bonus_sum, _ = at
-    removes = column(tensors, A, ADDRESS) != 0
-    line = WAYS if removes else ROW
+    seeks, takes = seek_and_take(tensors)
+    line = WAYS if seeks else ROW
     fill(bonus_sum, each, splat(F(0)))
     source = locate(tensors, GRAD_FINAL, b, h, 0)
     for piece in range(begin, stop):
@@ -168,16 +171,19 @@ def backward_item(tensors: int, sizes: int, lengths: int, scale: float, work: in
                 first, columns, nth = piece * SLICE, columns_of(width, piece), piece - begin
                 state, after = states + (nth * BLOCKS + i) * size, grad + nth * size
                 read_columns(tensors, b, h, t, tokens, first, columns, values)
-                send(removes, block, deep, lanes_of(columns), after, values)
-                unpack_columns(tensors, GRAD_VALUE, b, h, t, tokens, first, columns, values + 4 * BLOCK * PITCH, -BLOCK)
-                turn(removes, lanes_of(columns), values, turned)
-                mix(removes, deep, padded(columns), state, after, values, turned, mixed, pairs, nth > 0,
+                of_value = values + (4 if takes or not seeks else 3) * BLOCK * PITCH
+                send(seeks, takes, block, deep, lanes_of(columns), after, values, of_value)
+                unpack_columns(tensors, GRAD_VALUE, b, h, t, tokens, first, columns, of_value, -BLOCK)
+                turn(seeks, takes, lanes_of(columns), values, turned)
+                mix(seeks, takes, deep, padded(columns), state, after, values, turned, mixed, pairs, nth > 0,
                     ones(block, each))  # fmt: skip
                 meet_states(deep, lanes_of(columns), state, after, carried, end, nth > 0)
-                pull(removes, block, deep, lanes_of(columns), after, values)
-            turn_rows(removes, deep, mixed, rows)
-            pairs_back(removes, block, each, rows, end, pairs, line, carried)
-            finish(removes, locate(tensors, BONUS, 0, h, 0), scale, dim, block, each, rows, pairs, line, bonus_sum)
+                pull(seeks, block, deep, lanes_of(columns), after, values)
+            turn_rows(seeks, takes, deep, mixed, rows)
+            pairs_back(seeks, takes, block, each, rows, end, pairs, line, carried)
+            finish(takes, locate(tensors, BONUS, 0, h, 0), scale, dim, block, each, rows, pairs, line, bonus_sum)
+            if seeks and not takes:
+                finish_delta(tensors, b, h, t, tokens, block, each, rows)
             give(tensors, number(sizes, CHANNELS), part, b, h, t, tokens, dim, rows, each)
     target = locate(tensors, GRAD_STATE, b, h, 0)
     if target:
@@ -197,40 +203,39 @@ def make_states(
     state: int, values: int,
 ) -> None:  # fmt: skip
     """The states of a slice before each of some blocks, from the one that was kept."""
-    first, columns, deep, removes = (
-        piece * SLICE,
-        columns_of(width, piece),
-        padded(dim),
-        column(tensors, A, ADDRESS) != 0,
-    )
+    first, columns, deep = piece * SLICE, columns_of(width, piece), padded(dim)
+    seeks, takes = seek_and_take(tensors)
+    written = REMOVED if seeks and not takes else VALUE
     vectors, size = lanes_of(columns), deep * PITCH
     kept = locate(tensors, KEPT, b, h, start // OUTER) + 4 * first * ((dim + 3) // 4 * 4)
     copy_rows(kept, vectors * ROW, dim, vectors * LANES, state, PITCH, deep, vectors)
     for i in range(blocks - 1):
         t = start + i * BLOCK
-        pack_columns(tensors, VALUE, b, h, t, BLOCK, first, columns, values, BLOCK)
-        if removes:
+        pack_columns(tensors, written, b, h, t, BLOCK, first, columns, values, BLOCK)
+        if takes:
             pack_columns(tensors, REMOVED, b, h, t, BLOCK, first, columns, values + BLOCK * PITCH, BLOCK)
         before = state + i * size
-        advance(removes, work + i * one, deep, vectors, before, before + size, values)
+        advance(takes, work + i * one, deep, vectors, before, before + size, values)
 
 
 @by_call
 def read_columns(tensors: int, b: int, h: int, t: int, tokens: int, first: int, columns: int, values: int) -> None:
-    """V, R and dO of a block."""
-    pack_columns(tensors, VALUE, b, h, t, tokens, first, columns, values, -BLOCK)
-    if column(tensors, REMOVED, ADDRESS) != 0:
+    """V, R and dO of a block, with the delta rule what was written and dO."""
+    seeks, takes = seek_and_take(tensors)
+    written = REMOVED if seeks and not takes else VALUE
+    pack_columns(tensors, written, b, h, t, tokens, first, columns, values, -BLOCK)
+    if takes:
         pack_columns(tensors, REMOVED, b, h, t, tokens, first, columns, values + BLOCK * PITCH, -BLOCK)
     pack_columns(tensors, UPSTREAM, b, h, t, tokens, first, columns, values + 2 * BLOCK * PITCH, -BLOCK)
 
 
 @by_call
-def send(removes: bool, block: int, deep: int, vectors: int, after: int, values: int) -> None:
-    """dR and dV, behind dO."""
+def send(seeks: bool, takes: bool, block: int, deep: int, vectors: int, after: int, values: int, of_value: int) -> None:
+    """dR, behind dO, and dV, which are the same with the delta rule."""
     each, one = 4 * deep, ones(block, 4 * deep)
     up = values + 2 * BLOCK * PITCH
-    of_removed, of_value = up + BLOCK * PITCH, up + 2 * BLOCK * PITCH
-    if removes:
+    of_removed = up + BLOCK * PITCH
+    if takes:
         pairs, takes = pairs_of(block, each, READ_TAKE), kind(block, each, TAKE_TO)
         multiply(vectors, pairs, ROW, 4, BLOCK, up, PITCH, BLOCK, of_removed, PITCH)
         multiply_onto(vectors, takes, each, 4, BLOCK, after, PITCH, deep, of_removed, PITCH, of_removed, one)
@@ -239,38 +244,43 @@ def send(removes: bool, block: int, deep: int, vectors: int, after: int, values:
     multiply(vectors, pairs_of(block, each, READ_PUSH), ROW, 4, BLOCK, up, PITCH, BLOCK, of_value, PITCH)
     pushes = kind(block, each, PUSH_TO)
     multiply_onto(vectors, pushes, each, 4, BLOCK, after, PITCH, deep, of_value, PITCH, of_value, one)
-    if removes:
+    if takes:
         pairs = pairs_of(block, each, SEEK_PUSH)
         multiply_onto(vectors, pairs, ROW, 4, BLOCK, of_removed, PITCH, BLOCK, of_value, PITCH, of_value, one)
+    elif seeks:
+        for c in range(0, vectors * ROW, ROW):
+            solve_back(of_value + c, PITCH, pairs_of(block, each, SEEK_PUSH))
 
 
 @by_call
-def turn(removes: bool, vectors: int, values: int, turned: int) -> None:
+def turn(seeks: bool, takes: bool, vectors: int, values: int, turned: int) -> None:
     """Columns by tokens of V and R, then of dO and dR: two tiles side by side, or one."""
-    line = WAYS if removes else ROW
     for n in range(4):
-        if removes or n % 2 == 0:
-            source, target = values + n * BLOCK * PITCH, turned + n // 2 * SLICE * line + n % 2 * ROW
+        both = takes if n < 2 else seeks
+        if both or n % 2 == 0:
+            line = WAYS if both else ROW
+            source, target = values + n * BLOCK * PITCH, turned + n // 2 * SLICE * WAYS + n % 2 * ROW
             for c in range(vectors):
                 turn_tile(source + c * ROW, PITCH, target + c * LANES * line, line)
 
 
 @by_call
 def mix(
-    removes: bool, deep: int, columns: int, state: int, after: int, values: int, turned: int, mixed: int, pairs: int,
-    more: bool, one: int,
+    seeks: bool, takes: bool, deep: int, columns: int, state: int, after: int, values: int, turned: int, mixed: int,
+    pairs: int, more: bool, one: int,
 ) -> None:  # fmt: skip
     """D V^T and D R^T, S dO^T and S dR^T, and the gradients of the pairs; added to those of other slices if `more`."""
-    ways, line = (2, WAYS) if removes else (1, ROW)
-    up, reads = turned + SLICE * line, mixed + deep * line
+    writes, reads = 2 if takes else 1, 2 if seeks else 1
+    line, wide = writes * ROW, reads * ROW
+    up, read = turned + SLICE * WAYS, mixed + deep * WAYS
     if more:
-        multiply_onto(ways, after, PITCH, 4, deep, turned, line, columns, mixed, line, mixed, one)
-        multiply_onto(ways, state, PITCH, 4, deep, up, line, columns, reads, line, reads, one)
-        multiply_onto(ways, values, PITCH, 4, ways * BLOCK, up, line, columns, pairs, line, pairs, one)
+        multiply_onto(writes, after, PITCH, 4, deep, turned, line, columns, mixed, line, mixed, one)
+        multiply_onto(reads, state, PITCH, 4, deep, up, wide, columns, read, wide, read, one)
+        multiply_onto(reads, values, PITCH, 4, writes * BLOCK, up, wide, columns, pairs, wide, pairs, one)
     else:
-        multiply(ways, after, PITCH, 4, deep, turned, line, columns, mixed, line)
-        multiply(ways, state, PITCH, 4, deep, up, line, columns, reads, line)
-        multiply(ways, values, PITCH, 4, ways * BLOCK, up, line, columns, pairs, line)
+        multiply(writes, after, PITCH, 4, deep, turned, line, columns, mixed, line)
+        multiply(reads, state, PITCH, 4, deep, up, wide, columns, read, wide)
+        multiply(reads, values, PITCH, 4, writes * BLOCK, up, wide, columns, pairs, wide)
 
 
 @by_call
@@ -287,27 +297,30 @@ def meet_states(deep: int, vectors: int, state: int, after: int, tile: int, end:
 
 
 @by_call
-def pull(removes: bool, block: int, deep: int, vectors: int, after: int, values: int) -> None:
+def pull(seeks: bool, block: int, deep: int, vectors: int, after: int, values: int) -> None:
     """The gradient of the state before a block of that after it."""
-    each, written = 4 * deep, 2 * BLOCK if removes else BLOCK
+    each, written = 4 * deep, 2 * BLOCK if seeks else BLOCK
     reads, up = kind(block, each, READ_FROM), values + 2 * BLOCK * PITCH
     multiply_onto(vectors, reads, 4, each, deep, up, PITCH, written, after, PITCH, after, faded(block, each))
 
 
 @by_call
-def turn_rows(removes: bool, deep: int, mixed: int, rows: int) -> None:
+def turn_rows(seeks: bool, takes: bool, deep: int, mixed: int, rows: int) -> None:
     """What `mix` made of writes and reads, by tokens again."""
-    each, line = 4 * deep, WAYS if removes else ROW
-    for n in range(2 if removes else 1):
-        for x in range(0, deep, LANES):
-            at, to = mixed + x * line + n * ROW, rows + 4 * x
-            turn_tile(at, line, kind(to, each, OF_PUSH + n), each)
-            turn_tile(at + deep * line, line, kind(to, each, OF_READ + n), each)
+    each, line, wide = 4 * deep, WAYS if takes else ROW, WAYS if seeks else ROW
+    for x in range(0, deep, LANES):
+        to, read = rows + 4 * x, mixed + deep * WAYS + x * wide
+        turn_tile(mixed + x * line, line, kind(to, each, OF_PUSH), each)
+        turn_tile(read, wide, kind(to, each, OF_READ), each)
+        if takes:
+            turn_tile(mixed + x * line + ROW, line, kind(to, each, OF_TAKE), each)
+        if seeks:
+            turn_tile(read + ROW, wide, kind(to, each, OF_SEEK), each)
 
 
 @by_call
 def finish(
-    removes: bool, bonus: int, scale: float, dim: int, block: int, each: int, rows: int, pairs: int, line: int,
+    takes: bool, bonus: int, scale: float, dim: int, block: int, each: int, rows: int, pairs: int, line: int,
     bonus_sum: int,
 ) -> None:  # fmt: skip
     """Gradients of q, k, a, b and g in the place of those of q', k, a, b and w, and more of that of the bonus: what a
@@ -317,7 +330,7 @@ def finish(
     for t in range(BLOCK):
         own = pairs + t * (line + 4)
         mine, taken = broadcast(own), splat(F(0))
-        if removes:
+        if takes:
             taken = broadcast(own + BLOCK * line)
         for c in range(0, each, ROW):
             at, to = block + t * each + c, rows + t * each + c
@@ -332,13 +345,30 @@ def finish(
                 dw = fma(q, dq, dw)
                 dq = fma(mine, k, mul(w, dq))
                 dk = fma(mine, q, dk)
-                if removes:
+                if takes:
                     dq = fma(taken, load(kind(at, each, TAKE)), dq)
                     of_take = kind(to, each, OF_TAKE)
                     store(of_take, fma(taken, q, load(of_take)))
             store(kind(to, each, OF_READ), mul(factor, dq))
             store(kind(to, each, OF_PUSH), dk)
             store(kind(to, each, OF_DECAY), mul(w, dw))
+
+
+@by_call
+def finish_delta(tensors: int, b: int, h: int, t: int, tokens: int, block: int, each: int, rows: int) -> None:
+    """Of those of beta k and -w k the gradients of k and beta, which goes where that of a would, and more of g's."""
+    for i in range(tokens):
+        beta = splat(total(load_row(locate(tensors, BETA, b, h, t + i), column(tensors, BETA, HALF), 1)))
+        of_beta = splat(F(0))
+        for c in range(i * each, (i + 1) * each, ROW):
+            at, to = block + c, rows + c
+            k, of_decay = load(kind(at, each, TAKE)), kind(to, each, OF_DECAY)
+            dk, fading = load(kind(to, each, OF_PUSH)), mul(load(at), load(kind(to, each, OF_SEEK)))
+            of_beta = fma(k, dk, of_beta)
+            lost = mul(splat(F(-1)), fading)
+            store(kind(to, each, OF_PUSH), fma(beta, dk, lost))
+            store(of_decay, fma(k, lost, load(of_decay)))
+        store(kind(rows + i * each, each, OF_TAKE), splat(total(of_beta)))
 
 
 @by_call
@@ -351,6 +381,8 @@ def give(
     if column(tensors, GRAD_A, ADDRESS) != 0:
         unpack_rows(tensors, GRAD_A, part, b, h, t, tokens, dim, kind(rows, each, OF_TAKE), each)
         unpack_rows(tensors, GRAD_B, part, b, h, t, tokens, dim, kind(rows, each, OF_SEEK), each)
+    if column(tensors, GRAD_BETA, ADDRESS) != 0:
+        unpack_rows(tensors, GRAD_BETA, part, b, h, t, tokens, 1, kind(rows, each, OF_TAKE), each)
     if column(tensors, GRAD_LOG, ADDRESS) != 0:
         decays = kind(rows, each, OF_DECAY)
         if not channels:

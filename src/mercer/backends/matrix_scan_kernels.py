@@ -35,6 +35,8 @@ from mercer.backends.matrix_block_parts import (
     pack_columns,
     prepare,
     remove,
+    replace,
+    seek_and_take,
     unpack_columns,
 )
 from mercer.backends.matrix_scan_backward import backward_item
@@ -46,6 +48,8 @@ from mercer.backends.matrix_scan_parts import (
     pack,
     pack_decay,
     pack_some,
+    pack_sought,
+    pack_taken,
     panel_step,
     pieces_of,
     read_panel,
@@ -53,6 +57,8 @@ from mercer.backends.matrix_scan_parts import (
 )
 from mercer.backends.matrix_scan_table import (
     ADDRESS,
+    BETA,
+    BONUS,
     DIM,
     FINAL,
     HALF,
@@ -69,11 +75,9 @@ from mercer.backends.matrix_scan_table import (
     TOKEN,
     VALUE,
     VALUE_DIM,
-    A,
-    B,
 )
 from mercer.backends.matrix_scan_vectors import column, locate, number
-from mercer.backends.microkernels import LANES, ROW, TILE, by_call, fma, get, load, splat, store, store_row
+from mercer.backends.microkernels import LANES, ROW, TILE, add, by_call, fma, get, load, splat, store, store_row
 from mercer.backends.polynomial_blocks import padded
 
 F = np.float32
@@ -85,7 +89,7 @@ WIDE = 4 * ROW
 def room(dim: int, slices: int) -> int:
     """Bytes of scratch of a thread that has so many slices of the value's columns."""
     each = 4 * (-(-dim // LANES) * LANES)
-    tokens = FEW * (5 * each + 8) + PITCH * each // 4 + each + 4 * WIDE
+    tokens = FEW * (5 * each + 8) + PITCH * each // 4 + 2 * each + 4 * WIDE
     blocks = block_room.py_func(each) + 4 * TILE + 3 * BLOCK * PITCH + slices * PITCH * each // 4
     return -(-max(tokens, blocks) // ROW) * ROW
 
@@ -102,7 +106,7 @@ def by_blocks(
     values = tiles + 4 * TILE
     out = values + 2 * BLOCK * PITCH
     states = out + BLOCK * PITCH
-    removes = column(tensors, A, ADDRESS) != 0
+    seeks, takes = seek_and_take(tensors)
     source, final = locate(tensors, STATE, b, h, 0), locate(tensors, FINAL, b, h, 0)
     for piece in range(begin, end):
         first, columns, state = piece * SLICE, columns_of(width, piece), states + (piece - begin) * size
@@ -117,14 +121,17 @@ def by_blocks(
             if column(tensors, KEPT, ADDRESS) != 0 and t % OUTER == 0:
                 keep(tensors, b, h, t, first, dim, vectors, state, PITCH)
             pack_columns(tensors, VALUE, b, h, t, tokens, first, columns, values, BLOCK)
-            if removes:
+            if takes:
                 remove(work, deep, vectors, state, values)
-                if column(tensors, REMOVED, ADDRESS) != 0:
-                    unpack_columns(tensors, REMOVED, b, h, t, tokens, first, columns, values + BLOCK * PITCH, BLOCK)
+            elif seeks:
+                replace(work, deep, vectors, state, values)
+            if column(tensors, REMOVED, ADDRESS) != 0:
+                removed = values + BLOCK * PITCH if takes else values
+                unpack_columns(tensors, REMOVED, b, h, t, tokens, first, columns, removed, BLOCK)
             multiply(vectors, kind(work, each, READ_FROM), each, 4, BLOCK, state, PITCH, deep, out, PITCH)
-            written, pairs = 2 * BLOCK if removes else BLOCK, pairs_of(work, each, READ_PUSH)
+            written, pairs = 2 * BLOCK if takes else BLOCK, pairs_of(work, each, READ_PUSH)
             multiply_onto(vectors, pairs, 4, ROW, BLOCK, values, PITCH, written, out, PITCH, out, ones(work, each))
-            advance(removes, work, deep, vectors, state, state, values)
+            advance(takes, work, deep, vectors, state, state, values)
             unpack_columns(tensors, OUT, b, h, t, tokens, first, columns, out, BLOCK)
     for piece in range(begin, end):
         first, columns, state = piece * SLICE, columns_of(width, piece), states + (piece - begin) * size
@@ -154,10 +161,10 @@ def by_tokens(tensors: int, sizes: int, count: int, scale: float, work: int, b: 
     token = 5 * each
     state = work + FEW * token
     spare = state + SLICE * each
-    outs = spare + each
+    outs = spare + 2 * each
     own = outs + 4 * WIDE
     fill(outs, 4 * WIDE, splat(F(0)))
-    removes = column(tensors, A, ADDRESS) != 0
+    removes, _ = seek_and_take(tensors)
     half, size = column(tensors, VALUE, HALF), 2 if column(tensors, VALUE, HALF) else 4
     out_half, out_size = column(tensors, OUT, HALF), 2 if column(tensors, OUT, HALF) else 4
     pitch = lanes * ROW
@@ -181,7 +188,7 @@ def by_tokens(tensors: int, sizes: int, count: int, scale: float, work: int, b: 
     if count and column(tensors, KEPT, ADDRESS) != 0:
         keep(tensors, b, h, 0, first, dim, lanes, state, pitch)
     if count and removes:
-        pack(tensors, B, b, h, 0, dim, spare)
+        pack_sought(tensors, sizes, b, h, 0, dim, spare, spare + each)
         read_panel(lanes, old, before, rows, spare, outs + 3 * WIDE)
     for t in range(count):
         at, mine = work + t * token, own + 8 * t
@@ -189,16 +196,19 @@ def by_tokens(tensors: int, sizes: int, count: int, scale: float, work: int, b: 
         pack(tensors, QUERY, b, h, t, dim, at + each)
         pack(tensors, KEY, b, h, t, dim, at + 2 * each)
         if removes:
-            pack(tensors, A, b, h, t, dim, at + 3 * each)
+            pack_taken(tensors, b, h, t, dim, at + 2 * each, at + 3 * each)
             if t + 1 < count:
-                pack(tensors, B, b, h, t + 1, dim, at + 4 * each)
-        own_products(tensors, h, dim, scale, at, each, mine, mine + 4)
+                pack_sought(tensors, sizes, b, h, t + 1, dim, at + 4 * each, spare)
+        own_products(removes, locate(tensors, BONUS, 0, h, 0), dim, scale, at, each, mine, mine + 4)
         v, r = outs + 2 * WIDE, outs + 3 * WIDE
         pack_some(locate(tensors, VALUE, b, h, t) + first * size, half, columns, v, size)
         if removes and column(tensors, REMOVED, ADDRESS) != 0:
             to = locate(tensors, REMOVED, b, h, t) + 4 * first
             for c in range(0, columns, LANES):
-                store_row(to + 4 * c, 0, columns - c, load(r + 4 * c))
+                removed = load(r + 4 * c)
+                if column(tensors, BETA, ADDRESS) != 0:
+                    removed = add(removed, load(v + 4 * c))
+                store_row(to + 4 * c, 0, columns - c, removed)
         panel_step(lanes, removes, old, before, new, after, rows, at, each, outs)
         pushed, taken = splat(get(mine)), splat(get(mine + 4))
         to = locate(tensors, OUT, b, h, t) + first * out_size

@@ -7,15 +7,17 @@ from numba import njit
 
 from mercer.backends.matrix_scan_table import (
     ADDRESS,
-    BONUS,
+    BETA,
     CHANNELS,
     GROWS,
     HALF,
+    KEY,
     LOG,
     PARTS,
     SLICE,
     VALUE_DIM,
     A,
+    B,
 )
 from mercer.backends.matrix_scan_vectors import (
     column,
@@ -141,10 +143,34 @@ def pack_decay(tensors: int, sizes: int, b: int, h: int, t: int, dim: int, to: i
 
 
 @by_call
-def own_products(tensors: int, h: int, dim: int, scale: float, at: int, each: int, own: int, removed: int) -> None:
+def pack_sought(tensors: int, sizes: int, b: int, h: int, t: int, dim: int, to: int, spare: int) -> None:
+    """b of a token: with the delta rule -w k."""
+    if column(tensors, B, ADDRESS) != 0:
+        pack(tensors, B, b, h, t, dim, to)
+    else:
+        pack(tensors, KEY, b, h, t, dim, to)
+        pack_decay(tensors, sizes, b, h, t, dim, spare)
+        for c in range(0, 4 * padded(dim), ROW):
+            store(to + c, mul(mul(splat(F(-1)), load(spare + c)), load(to + c)))
+
+
+@by_call
+def pack_taken(tensors: int, b: int, h: int, t: int, dim: int, key: int, to: int) -> None:
+    """a of a token: with the delta rule beta k, and so is k then."""
+    if column(tensors, A, ADDRESS) != 0:
+        pack(tensors, A, b, h, t, dim, to)
+    else:
+        beta = splat(total(load_row(locate(tensors, BETA, b, h, t), column(tensors, BETA, HALF), 1)))
+        for c in range(0, 4 * padded(dim), ROW):
+            x = mul(beta, load(key + c))
+            store(key + c, x)
+            store(to + c, x)
+
+
+@by_call
+def own_products(removes: bool, bonus: int, dim: int, scale: float, at: int, each: int, own: int, removed: int) -> None:
     """Makes q' of q in the rows w, q, k, a of a token, `each` apart, and of itself scale q . k (or q . u k), to `own`,
     and scale q . a, to `removed`."""
-    bonus, removes = locate(tensors, BONUS, 0, h, 0), column(tensors, A, ADDRESS) != 0
     mine = taken = splat(F(0))
     for c in range(0, 4 * padded(dim), ROW):
         q = mul(load(at + each + c), splat(F(scale)))

@@ -6,9 +6,11 @@ COLUMNS = 6
 value's columns whose gradients of queries and keys are kept apart from those of the others."""
 QUERY, KEY, VALUE, LOG, A, B, BONUS, STATE, OUT, FINAL, REMOVED, KEPT = range(12)
 UPSTREAM, GRAD_FINAL, GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_LOG, GRAD_A, GRAD_B, GRAD_BONUS, GRAD_STATE = range(12, 22)
-"""Its rows; REMOVED is what each token removes, b^T S, and KEPT the states before every `OUTER` tokens."""
-BY_PART = (GRAD_QUERY, GRAD_KEY, GRAD_LOG, GRAD_A, GRAD_B, GRAD_BONUS)
-TENSORS = 22
+BETA, GRAD_BETA = 22, 23
+"""Its rows; REMOVED is what each token removes, b^T S, or with the delta rule what it writes; KEPT, the states before
+every `OUTER` tokens."""
+BY_PART = (GRAD_QUERY, GRAD_KEY, GRAD_LOG, GRAD_A, GRAD_B, GRAD_BONUS, GRAD_BETA)
+TENSORS = 24
 HEADS, LENGTH, DIM, VALUE_DIM, CHANNELS, PARTS, GROWS = range(7)
 """Sizes: heads, tokens, K, V, whether every channel has a log-decay of its own, parts that gradients are made in; not 0
 afterwards if a log-decay was above 0."""

@@ -79,18 +79,15 @@ class DeltaNet(Mixer):
             for part in convolved.to(wide).split((keys, keys, values), -1)
         )
         query, key = _unit(query), _unit(key)
-        beta = torch.sigmoid(self.beta(x).to(wide)).transpose(1, 2).unsqueeze(-1)
+        beta = torch.sigmoid(self.beta(x).to(wide)).transpose(1, 2)
         if self.twice:
             beta = 2 * beta
-        log_decay = self._log_decay(x)
-        written = beta * key
-        removed = -written if log_decay is None else -written * log_decay.exp().unsqueeze(-1)
         out, sums = matrix_recurrence(
             query,
-            written,
+            key,
             value,
-            log_decay=log_decay,
-            remove=(removed, key),
+            log_decay=self._log_decay(x),
+            delta=beta,
             scale=self.key_dim**-0.5,
             state=None if past is None else past["sums"].to(wide),
             lengths=lengths,
