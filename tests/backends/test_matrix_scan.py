@@ -4,11 +4,13 @@ import threading
 
 import pytest
 import torch
-from tests.mixers.matrix_cases import draw, formula, gradients
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.mixers.matrix_cases import DECAYS, draw, formula, gradients
 from tests.tolerance import assert_close
 
 from mercer.backends import matrix_scan
-from mercer.errors import Unsupported
+from mercer.errors import InvalidArgument, Unsupported
 from mercer.mixers.matrix_recurrence import matrix_recurrence
 
 pytest.importorskip("numba")
@@ -56,6 +58,38 @@ SHAPES = {
 def test_outputs_final_state_and_gradients_are_the_formulas(shape, decay, remove, bonus):
     case = draw(seeded(), **SHAPES[shape], decay=decay, remove=remove, bonus=bonus, extreme=decay != "head")
     compare(case.to(torch.float32), SHAPES[shape]["length"])
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=2),
+    dim=st.integers(1, 70),
+    width=st.integers(1, 70),
+    decay=st.sampled_from(list(DECAYS)),
+    kind=st.sampled_from([{}, {"remove": True}, {"bonus": True}, {"remove": True, "bonus": True}, {"delta": True}]),
+    state=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes(lengths, dim, width, decay, kind, state, seed):
+    sizes = {"batch": len(lengths), "length": max(lengths), "dim": dim, "width": width, "heads": 1}
+    case = draw(seeded(seed), **sizes, **kind, decay=decay, state=state, extreme=True, lengths=lengths)
+    compare(case.to(torch.float32), max(lengths) + 1)
+
+
+@pytest.mark.parametrize("length", [5, 40])  # token by token, and in blocks
+def test_decays_that_forget_everything_and_growth(length):
+    for decay in ("token", "channel"):
+        case = draw(seeded(), length=length, dim=20, width=17, decay=decay, remove=True).to(torch.float32)
+        log = case.tensors["log_decay"]
+        log[:, :, [2, length - 1]] = -torch.inf
+        outputs = matrix_recurrence(**case.arguments(), form="numba")
+        for found, right in zip(outputs, formula(case), strict=True):
+            assert_close(found, right, length)
+        log[:, :, -1] = 0.1
+        with pytest.raises(InvalidArgument, match="log_decay must be 0 or less"):
+            matrix_recurrence(**case.arguments(), form="numba")
+        short = case.arguments() | {"lengths": torch.full((2,), length - 1)}  # what is not there is not looked at
+        matrix_recurrence(**short, form="numba")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -236,9 +236,9 @@ def send(seeks: bool, takes: bool, block: int, deep: int, vectors: int, after: i
     up = values + 2 * BLOCK * PITCH
     of_removed = up + BLOCK * PITCH
     if takes:
-        pairs, takes = pairs_of(block, each, READ_TAKE), kind(block, each, TAKE_TO)
+        pairs, until = pairs_of(block, each, READ_TAKE), kind(block, each, TAKE_TO)
         multiply(vectors, pairs, ROW, 4, BLOCK, up, PITCH, BLOCK, of_removed, PITCH)
-        multiply_onto(vectors, takes, each, 4, BLOCK, after, PITCH, deep, of_removed, PITCH, of_removed, one)
+        multiply_onto(vectors, until, each, 4, BLOCK, after, PITCH, deep, of_removed, PITCH, of_removed, one)
         for c in range(0, vectors * ROW, ROW):
             solve_back(of_removed + c, PITCH, pairs_of(block, each, SEEK_TAKE))
     multiply(vectors, pairs_of(block, each, READ_PUSH), ROW, 4, BLOCK, up, PITCH, BLOCK, of_value, PITCH)
