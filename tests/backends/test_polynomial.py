@@ -275,6 +275,18 @@ def test_the_digits_do_not_depend_on_how_many_heads_go_together(monkeypatch):
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_the_gradient_of_a_decay_is_made_of_any_number_of_tokens_at_a_time(monkeypatch, tokens):
+    monkeypatch.setattr(polynomial, "SLAB", tokens * 2 * 6 * 9)
+    inputs, weight = draw(2, 6, 3, 20, 5, 9), (torch.rand(2, 1, 20) > 0.3).float()
+    log = decay("token", 2, 3, 20).requires_grad_()
+    ours = polynomial_scan(*inputs, coefficients=(0.0, 0.0, 1.0), log=log, weight=weight, mass=False, divide=False)
+    right = scanned(Power(2), inputs, 1.0, log, weight, None)
+    upstream = torch.randn(2, 6, 20, 9)
+    found, wanted = (torch.autograd.grad(x, log, u)[0] for x, u in ((ours[0], upstream), (right[0], upstream.double())))
+    assert_close(found, wanted, 20 + feature_count(5, (0.0, 0.0, 1.0)), "gradient of the decay", torch.float32)
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_what_is_not_finite_shows_and_the_past_does_not_see_it(which):
     inputs = [x.detach().clone() for x in draw(1, 1, 1, 40, 16, 16)]

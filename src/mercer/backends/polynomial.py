@@ -38,6 +38,8 @@ read at one time, and a quarter of a usual second cache holds them."""
 MAPS = ("identity", "elu", "relu")
 MOST_FEATURES = 1 << 16
 """Largest number of features: scratch of some 40 MB a thread."""
+SLAB = 1 << 16
+"""Numbers of the outputs that the gradient of a decay is made of at a time: their copies fit a second cache."""
 LEAST_FLOPS = 1 << 22
 """Operations below which the forms in torch are used: nobody waits for a compiler because of a small call."""
 
@@ -194,6 +196,7 @@ class _Scan(torch.autograd.Function):
         places = (at.GRAD_QUERY, at.GRAD_KEY, at.GRAD_VALUE, at.GRAD_STATE, at.GRAD_MASS)
         table |= dict(zip(places, grads, strict=True))
         _run(kernels.compiled_backward(), table, query, key, value, options)
+        del table  # the pairs of blocks, before anything else is made
         grad_log, grad_value = None, grads[2]
         if out is not None and grad_value is not None:
             grad_log = _log_gradient(out, grad_out, value, grad_value, weight)
@@ -206,10 +209,17 @@ def _log_gradient(out: Tensor, grad_out: Tensor, value: Tensor, grad_value: Tens
     """The gradient of G: all that a query reads has its factor exp(G_i), all that a key wrote exp(-G_j), whatever the
     kernel; so it is do_i . o_i - v_i . dv_i, ``[B, Hk, L]`` float64. A token's own pair is in both.
     """
-    heads = value.shape[1]
-    read = (grad_out * out).sum(-1, dtype=torch.float64).unflatten(1, (heads, -1)).sum(2)
-    written = (value * grad_value).sum(-1, dtype=torch.float64)
-    return read - (written if weight is None else written.masked_fill(weight == 0, 0))
+    batch, heads, length = value.shape[:3]
+    found = torch.empty(batch, heads, length, dtype=torch.float64)
+    size = max(SLAB * length // max(out.numel(), 1), 1)
+    for start in range(0, length, size):  # sums in float64 make a copy of what is summed
+        at = slice(start, start + size)
+        read = (grad_out[:, :, at] * out[:, :, at]).sum(-1, dtype=torch.float64).unflatten(1, (heads, -1)).sum(2)
+        written = (value[:, :, at] * grad_value[:, :, at]).sum(-1, dtype=torch.float64)
+        if weight is not None:
+            written = written.masked_fill(weight[:, :, at] == 0, 0)
+        torch.sub(read, written, out=found[:, :, at])
+    return found
 
 
 def _inputs(

@@ -127,6 +127,11 @@ class Decay(Structure):
     def per_token(self) -> bool:
         return (self.rate if self.rate is not None else self.log_rate).dim() == 3  # pyright: ignore[reportOptionalMemberAccess]
 
+    @property
+    def heads(self) -> int:
+        """Rows of `logs`."""
+        return (self.rate if self.rate is not None else self.log_rate).shape[1 if self.per_token else 0]  # pyright: ignore[reportOptionalMemberAccess]
+
     def logs(self) -> Tensor:
         """Logarithms of the rates in float64, ``[1, H, 1]`` or ``[B, H, L]``, none below -GONE."""
         logs = self.log_rate.double().clamp_min(-GONE) if self.log_rate is not None else self.rate.double().log()  # pyright: ignore[reportOptionalMemberAccess]

@@ -58,7 +58,7 @@ class Merged:
 
     def weight_heads(self, query_heads: int, key_heads: int) -> int:
         """Heads of a feature state: those of the keys, or of the queries where each of them has a decay of its own."""
-        decays = 1 if self.decay is None else self.decay.logs().shape[1]
+        decays = 1 if self.decay is None else self.decay.heads
         return query_heads if self.alibi is not None or decays not in (1, key_heads) else key_heads
 
     def without_documents(self, padding: Padding) -> Structure:

@@ -137,8 +137,8 @@ def _heads(structure: Structure, merged: Merged, heads: Sequence[int] | None) ->
     """Heads that a structure tells apart, else as many as are asked for."""
     if merged.alibi is not None:
         return merged.alibi.slopes.shape[0]
-    if merged.decay is not None and merged.decay.logs().shape[1] > 1:
-        return merged.decay.logs().shape[1]
+    if merged.decay is not None and merged.decay.heads > 1:
+        return merged.decay.heads
     asked = 1 if heads is None else max(heads, default=0) + 1
     return max([asked, *(getattr(p, "heads", None) or 1 for p in _simple(structure) if p.per_head)])
 

@@ -211,7 +211,7 @@ def step_logs(call: Call, own: Tokens) -> Tensor | None:
     groups = call.query.shape[1] // call.key.shape[1]
     if log is not None and groups > 1 and call.merged.alibi is None:
         assert call.merged.decay is not None
-        if call.merged.decay.logs().shape[1] == call.key.shape[1]:
+        if call.merged.decay.heads == call.key.shape[1]:
             log = log[:, ::groups]
     if call.merged.alibi is not None:
         steps = own.key_rank + 1 if own.key_valid is None else own.key_valid.cumsum(1)
