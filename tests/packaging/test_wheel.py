@@ -22,6 +22,7 @@ ABSENT = ("numba", "tensorboard", "transformers", "sklearn", "pytest")
 OF_AN_EXTRA = {
     f"mercer.backends.{name}": ("llvmlite", "numba")
     for name in (
+        "calls",
         "channel_scan_kernels",
         "decode_kernels",
         "decode_vectors",

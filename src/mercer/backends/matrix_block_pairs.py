@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mercer.backends.calls import by_call
 from mercer.backends.matrix_block_layout import BLOCK, DECAY, FADED, PUSH, READ, SEEK, TAKE, kind
-from mercer.backends.microkernels import ROW, TILE, add, broadcast, by_call, fma, load, mul, splat, store
+from mercer.backends.microkernels import ROW, TILE, add, broadcast, fma, load, mul, splat, store
 
 F = np.float32
 OF_READ, OF_SEEK, OF_PUSH, OF_TAKE, OF_DECAY = range(5)

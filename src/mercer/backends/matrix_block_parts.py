@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mercer.backends.calls import by_call
 from mercer.backends.matrix_block_layout import (
     ASKED,
     BLOCK,
@@ -88,7 +89,6 @@ from mercer.backends.microkernels import (
     TILE,
     above_zero,
     add,
-    by_call,
     exp,
     fma,
     get,

@@ -16,6 +16,7 @@ tokens, and what was removed; the states between come from these.
 import numpy as np
 from numba import njit
 
+from mercer.backends.calls import by_call
 from mercer.backends.matrix_block_layout import (
     ASKED,
     BLOCK,
@@ -92,7 +93,6 @@ from mercer.backends.microkernels import (
     TILE,
     add,
     broadcast,
-    by_call,
     fma,
     lane_sums,
     load,

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit, types
 
 from mercer.backends import (
+    calls,
     matrix_block_layout,
     matrix_block_pairs,
     matrix_block_parts,
@@ -25,6 +26,7 @@ from mercer.backends import (
     microkernels,
     polynomial_blocks,
 )
+from mercer.backends.calls import by_call
 from mercer.backends.matrix_block_layout import BLOCK, READ_FROM, READ_PUSH, block_room, kind, ones, pairs_of
 from mercer.backends.matrix_block_parts import (
     PITCH,
@@ -77,7 +79,7 @@ from mercer.backends.matrix_scan_table import (
     VALUE_DIM,
 )
 from mercer.backends.matrix_scan_vectors import column, locate, number
-from mercer.backends.microkernels import LANES, ROW, TILE, add, by_call, fma, get, load, splat, store, store_row
+from mercer.backends.microkernels import LANES, ROW, TILE, add, fma, get, load, splat, store, store_row
 from mercer.backends.polynomial_blocks import padded
 
 F = np.float32
@@ -230,7 +232,7 @@ def _stamp() -> str:
     """Names the sources of the inlined parts: Numba's cache looks at this file alone."""
     parts = (matrix_scan_backward, matrix_scan_parts, matrix_scan_table, matrix_scan_vectors)
     blocks = (matrix_block_layout, matrix_block_pairs, matrix_block_parts, matrix_block_vectors)
-    files = (Path(m.__file__) for m in (microkernels, polynomial_blocks, *parts, *blocks))
+    files = (Path(m.__file__) for m in (calls, microkernels, polynomial_blocks, *parts, *blocks))
     return sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mercer.backends.calls import by_call
 from mercer.backends.matrix_scan_table import (
     ADDRESS,
     BETA,
@@ -38,7 +39,6 @@ from mercer.backends.microkernels import (
     LANES,
     ROW,
     above_zero,
-    by_call,
     exp,
     fma,
     load,
