@@ -168,6 +168,28 @@ def test_the_conclusions_can_fall_either_way(found: dict[str, tuple[float, float
     assert tuple(finding.verdict for finding in conclude(summaries(found), task)) == verdicts
 
 
+@pytest.mark.parametrize(
+    ("mixed", "plain", "verdict"),
+    [
+        ((0.99, 0.96, 1.02), (0.09, 0.08, 0.10), "supported"),
+        ((0.44, -0.11, 0.99), (0.31, -0.63, 1.24), "undecided"),  # the means alone would speak for it
+        ((0.10, 0.09, 0.11), (0.09, 0.08, 0.10), "refuted"),
+    ],
+)
+def test_what_softmax_buys_is_told_by_the_intervals_over_seeds(mixed, plain, verdict) -> None:
+    task = RecallTask(vocabulary=64, pairs=[16], length_per_pair=4, power=0.01, heldout_sequences=1)
+    cells = [
+        RecallSummary(
+            attention=name, dim=64, pairs=16, learning_rate=1e-3, state_bytes=10, predicted=None,
+            accuracy=Interval(mean=mean, low=low, high=high, count=3, over="seeds", confidence=0.95),
+        )
+        for name, (mean, low, high) in (("3*gla,softmax", mixed), ("gla", plain))
+    ]  # fmt: skip
+    (finding,) = (f for f in conclude(cells, task) if "buy GLA" in f.question)
+    assert finding.verdict == verdict
+    assert "by the intervals over seeds" in finding.text
+
+
 def test_tasks_take_turns() -> None:
     study_of = recall.BUDGETS["quick"]
     tasks = [Recall(n, study_of.length_per_pair * n, study_of.vocabulary) for n in study_of.pairs]

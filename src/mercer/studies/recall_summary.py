@@ -177,8 +177,9 @@ def _fell(known: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
         return []
     best = max(rest, key=_accuracy)
     gap = _accuracy(softmax[best.dim]) - _accuracy(best)
+    least, most = _lead(softmax[best.dim], best)
     share = best.state_bytes / softmax[best.dim].state_bytes
-    verdict: Verdict = "supported" if gap <= 0.05 else "refuted"
+    verdict: Verdict = "supported" if most <= 0.05 else "refuted" if least > 0.05 else "undecided"
     return [
         Finding(
             question="Does another model recall as well as softmax in every layer?",
@@ -188,6 +189,18 @@ def _fell(known: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
             "state.",
         )
     ]
+
+
+def _lead(one: RecallSummary, other: RecallSummary) -> tuple[float, float]:
+    """From the least to the largest lead in accuracy that intervals over seeds leave; with one seed what was found."""
+
+    def bounds(s: RecallSummary) -> tuple[float, float]:
+        if s.accuracy is None or s.accuracy.low is None or s.accuracy.high is None:
+            return _accuracy(s), _accuracy(s)
+        return max(s.accuracy.low, 0.0), min(s.accuracy.high, 1.0)
+
+    (low, high), (others_low, others_high) = bounds(one), bounds(other)
+    return low - others_high, high - others_low
 
 
 def _bought(known: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
@@ -202,14 +215,16 @@ def _bought(known: Sequence[RecallSummary], task: RecallTask) -> list[Finding]:
         if plain is None:
             continue
         gain = _accuracy(mixed) - _accuracy(plain)
+        least, most = _lead(mixed, plain)
         softmax = names.count("softmax")
         found.append(
             Finding(
                 question=f"What does softmax in {softmax} of {len(names)} layers buy {label(plain.attention)}?",
-                verdict="supported" if gain > CLOSE else "refuted" if gain < CLOSE / 2 else "undecided",
+                verdict="supported" if least > CLOSE else "refuted" if most < CLOSE / 2 else "undecided",
                 text=f"At {largest} pairs and width {dim} {label(attention)} answers {100 * _accuracy(mixed):.1f} % "
-                f"rightly and {label(plain.attention)} alone {100 * _accuracy(plain):.1f} %: {100 * gain:+.1f} points, "
-                f"for {mixed.state_bytes / max(plain.state_bytes, 1):.2g} times its bytes of state.",
+                f"rightly and {label(plain.attention)} alone {100 * _accuracy(plain):.1f} %: {100 * gain:+.1f} points"
+                + (f" ({100 * least:+.1f} to {100 * most:+.1f} by the intervals over seeds)" if least < most else "")
+                + f", for {mixed.state_bytes / max(plain.state_bytes, 1):.2g} times its bytes of state.",
             )
         )
     return found
