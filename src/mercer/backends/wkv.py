@@ -18,6 +18,8 @@ from mercer.core.first_order import first_order
 
 LEAST = 1 << 14
 """Numbers in the keys of a call below which torch's operators are used: nobody waits for a compiler because of few."""
+LEAST_TOKEN = 1 << 9
+"""The same for single tokens, which come one after the other and are some forty operators each."""
 ALONE = 1 << 15
 """Numbers in the keys of a call up to which one thread is quicker than waking others."""
 
@@ -43,7 +45,8 @@ def weighted_average(
     """As `mercer.mixers.wkv.wkv`, for arguments that it has checked and `serves` takes. out has the dtype of value."""
     key, value = (x if x.dtype in (torch.float32, torch.bfloat16) else x.float() for x in (key, value))
     num, den, peak = (None, None, None) if state is None else (x.float() for x in state)
-    out, *after = _Average.apply(key, value, log_decay.float(), bonus.float(), num, den, peak, lengths)
+    given = (key, value, log_decay.float(), bonus.float(), num, den, peak, lengths)
+    out, *after = _Average.apply(*given) if torch.is_grad_enabled() else _forward(*given)[1]
     return out, (after[0], after[1], after[2])
 
 
@@ -51,6 +54,17 @@ LEAST_RUN, MOST = 64, 512
 """Channels that are walked together."""
 SCRATCH = 1 << 22
 """Floats of scratch of a thread beyond which it walks fewer channels at a time."""
+
+
+def _forward(
+    key: Tensor, value: Tensor, *others: Tensor | None
+) -> tuple[list[Tensor | None], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The inputs without gaps, and the averages and the state after the last token."""
+    inputs = [None if x is None else x.contiguous() for x in (key, value, *others)]
+    out = torch.empty(value.shape, dtype=value.dtype)
+    num, den, peak = (torch.empty(key.shape[0], key.shape[2]) for _ in range(3))
+    _run(inputs, out.dtype, [out, num, den, peak], [])
+    return inputs, (out, num, den, peak)
 
 
 class _Average(torch.autograd.Function):
@@ -66,14 +80,11 @@ class _Average(torch.autograd.Function):
         peak: Tensor | None,
         lengths: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs = [None if x is None else x.contiguous() for x in (key, value, decay, bonus, num, den, peak, lengths)]
-        out = torch.empty(value.shape, dtype=value.dtype)
-        after = [torch.empty(key.shape[0], key.shape[2]) for _ in range(3)]
-        _run(inputs, out.dtype, [out, *after], [])
-        ctx.save_for_backward(*inputs, *after)
-        ctx.dtype = out.dtype
+        inputs, results = _forward(key, value, decay, bonus, num, den, peak, lengths)
+        ctx.save_for_backward(*inputs, *results[1:])
+        ctx.dtype = value.dtype
         ctx.set_materialize_grads(False)
-        return out, after[0], after[1], after[2]
+        return results
 
     @staticmethod
     @first_order(instead="wkv with form='recurrent'")

@@ -11,6 +11,7 @@ from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
 from mercer.mixers.rwkv_start import check_depth, depth, orthogonal, ramp
 from mercer.mixers.token_shift import token_shift
+from mercer.nn.product import product
 
 
 class ChannelMixing(Mixer):
@@ -58,9 +59,9 @@ class ChannelMixing(Mixer):
         self, x: Tensor, lengths: Tensor | None, past: Mapping[str, Tensor] | None, *carried: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         before, last = token_shift(x, lengths, None if past is None else past["last"])
-        key = self.key(torch.lerp(before, x, self.mix_key.to(x.dtype)))
-        receptance = self.receptance(torch.lerp(before, x, self.mix_receptance.to(x.dtype)))
-        return torch.sigmoid(receptance) * self.value(key.relu().square()), {"last": last}
+        key = product(self.key, torch.lerp(before, x, self.mix_key.to(x.dtype)))
+        receptance = product(self.receptance, torch.lerp(before, x, self.mix_receptance.to(x.dtype)))
+        return torch.sigmoid(receptance) * product(self.value, key.relu().square()), {"last": last}
 
 
 class UngatedChannelMixing(Mixer):
@@ -101,8 +102,8 @@ class UngatedChannelMixing(Mixer):
         self, x: Tensor, lengths: Tensor | None, past: Mapping[str, Tensor] | None, *carried: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         before, last = token_shift(x, lengths, None if past is None else past["last"])
-        key = self.key(torch.lerp(x, before, self.mix_key.to(x.dtype)))
-        return self.value(key.relu().square()), {"last": last}
+        key = product(self.key, torch.lerp(x, before, self.mix_key.to(x.dtype)))
+        return product(self.value, key.relu().square()), {"last": last}
 
 
 def _hidden(name: str, dim: int, hidden: int | None) -> int:

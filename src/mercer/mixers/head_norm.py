@@ -50,11 +50,10 @@ class HeadNorm(nn.Module):
         else:
             normed = nn.functional.layer_norm(runs, (self.size,), eps=self.eps)
         weight, bias = self.weight.to(wide), None if self.bias is None else self.bias.to(wide)
-        if weight.shape[0] == self.size:
-            y = normed * weight
-            return (y if bias is None else y + bias).flatten(-2)
-        y = normed.flatten(-2) * weight
-        return y if bias is None else y + bias
+        if weight.shape[0] != self.size:
+            normed = normed.flatten(-2)
+        y = normed * weight if bias is None else torch.addcmul(bias, normed, weight)
+        return y.flatten(-2) if weight.shape[0] == self.size else y
 
     def extra_repr(self) -> str:
         return f"{self.heads}, {self.size}, kind={self.kind!r}, eps={self.eps}"

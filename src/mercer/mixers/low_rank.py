@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mercer.errors import InvalidArgument
+from mercer.nn.product import product
 
 
 class LowRank(nn.Module):
@@ -30,10 +31,10 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., dim]; returns [..., out]."""
-        inner = self.down(x)
+        inner = product(self.down, x)
         if self.activation is not None:
             inner = torch.tanh(inner) if self.activation == "tanh" else torch.sigmoid(inner)
-        return self.up(inner)
+        return product(self.up, inner)
 
 
 def suggested_rank(dim: int, factor: float) -> int:

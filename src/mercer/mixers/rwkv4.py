@@ -15,6 +15,7 @@ from mercer.mixers.rwkv_start import check_depth, depth, orthogonal, ramp, slope
 from mercer.mixers.steps import decay_of, rates
 from mercer.mixers.token_shift import token_shift
 from mercer.mixers.wkv import wkv
+from mercer.nn.product import product
 
 
 class RWKV4(Mixer):
@@ -72,7 +73,7 @@ class RWKV4(Mixer):
         wide = torch.promote_types(x.dtype, torch.float32)
         before, last = token_shift(x, lengths, None if past is None else past["last"])
         key, value, receptance = (
-            layer(torch.lerp(before, x, share.to(x.dtype)))
+            product(layer, torch.lerp(before, x, share.to(x.dtype)))
             for layer, share in (
                 (self.key, self.mix_key),
                 (self.value, self.mix_value),
@@ -87,5 +88,5 @@ class RWKV4(Mixer):
             state=None if past is None else (past["num"], past["den"], past["peak"]),
             lengths=lengths,
         )
-        y = self.output((torch.sigmoid(receptance) * average).to(x.dtype))
+        y = product(self.output, (torch.sigmoid(receptance) * average).to(x.dtype))
         return y, {"last": last, "num": num, "den": den, "peak": peak}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from mercer.backends.rwkv7_step import serves
+from mercer.backends.rwkv7_step import step as one_token
 from mercer.mixers.base import Mixer
 from mercer.mixers.head_norm import HeadNorm
 from mercer.mixers.head_sizes import head_size
@@ -16,6 +18,7 @@ from mercer.mixers.low_rank import LowRank, suggested_rank
 from mercer.mixers.matrix_recurrence import matrix_recurrence
 from mercer.mixers.rwkv_start import check_depth, depth, orthogonal, ramp, slope
 from mercer.mixers.token_shift import token_shift
+from mercer.nn.product import product
 
 FIRST = "rwkv7: values of the first layer"
 
@@ -127,32 +130,58 @@ class RWKV7(Mixer):
         step = before - x
 
         def mixed(share: Tensor) -> Tensor:
-            return x + step * share.to(x.dtype)
+            return torch.addcmul(x, step, share.to(x.dtype))
+
+        decay, rate = self.decay(mixed(self.mix_decay)), self.rate(mixed(self.mix_rate))
+        receptance, key = product(self.receptance, mixed(self.mix_receptance)), product(self.key, mixed(self.mix_key))
+        read = mixed(self.mix_value)
+        value = product(self.value, read)
+        first = (carried[0] if carried else {}).setdefault(FIRST, value.to(wide))
+        share = None if self.first_share is None else self.first_share(read)
+        numbers = (self.key_scale, self.key_rate, self.bonus, self.norm.weight, cast(Tensor, self.norm.bias))
+        state = None if past is None else past["sums"].to(wide)
+        if lengths is None and x.shape[1] == 1 and serves(x, *numbers, state):
+            products = (receptance, key, value, decay, rate, self.gate(mixed(self.mix_gate)))
+            of_first = None if share is None else (share, first)
+            joined, sums = one_token(products, of_first, numbers, state, self.norm.eps, x.dtype)
+        else:
+            normed, sums = self._between(receptance, key, value, decay, rate, share, first, state, lengths)
+            joined = (self.gate(mixed(self.mix_gate)).to(wide) * normed).to(x.dtype)
+        return product(self.output, joined), {"last": last, "sums": sums}
+
+    def _between(
+        self,
+        receptance: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        rate: Tensor,
+        share: Tensor | None,
+        first: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the gate multiplies, and the sums, from r, k, v, d, a and n, and the first layer's values."""
+        wide = first.dtype
 
         def split(part: Tensor) -> Tensor:
-            return part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return part.unflatten(-1, (self.heads, self.head_dim))
 
-        log_decay = -math.exp(-0.5) * torch.sigmoid(self.decay(mixed(self.mix_decay)).to(wide))
-        rate = torch.sigmoid(self.rate(mixed(self.mix_rate)).to(wide))
-        receptance, key = self.receptance(mixed(self.mix_receptance)).to(wide), self.key(mixed(self.mix_key)).to(wide)
-        read = mixed(self.mix_value)
-        value = self.value(read).to(wide)
-        first = (carried[0] if carried else {}).setdefault(FIRST, value)
-        if self.first_share is not None:
-            value = torch.lerp(value, first, torch.sigmoid(self.first_share(read).to(wide)))
+        receptance, key, value = receptance.to(wide), key.to(wide), value.to(wide)
+        log_decay, rate = torch.sigmoid(decay.to(wide)) * -math.exp(-0.5), torch.sigmoid(rate.to(wide))
+        if share is not None:
+            value = torch.lerp(value, first, torch.sigmoid(share.to(wide)))
         cleared = nn.functional.normalize(split(key * self.key_scale.to(wide)), dim=-1)
-        key = split(key * (1 + (rate - 1) * self.key_rate.to(wide)))
+        key = split(torch.lerp(key, key * rate, self.key_rate.to(wide)))  # key (1 + (rate - 1) key_rate)
         query, value, rate = split(receptance), split(value), split(rate)
         out, sums = matrix_recurrence(
-            query,
-            key,
-            value,
-            log_decay=split(log_decay),
-            remove=(-rate * cleared, cleared),
-            state=None if past is None else past["sums"].to(wide),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            log_decay=split(log_decay).transpose(1, 2),
+            remove=((rate * cleared).transpose(1, 2), -cleared.transpose(1, 2)),
+            state=state,
             lengths=lengths,
         )
-        own = (query * key * self.bonus.to(wide).unsqueeze(1)).sum(-1, keepdim=True) * value
-        joined = self.norm(out.transpose(1, 2).flatten(2)) + own.transpose(1, 2).flatten(2)
-        gate = self.gate(mixed(self.mix_gate)).to(wide)
-        return self.output((gate * joined).to(x.dtype)), {"last": last, "sums": sums}
+        own = (query * key * self.bonus.to(wide)).sum(-1, keepdim=True)
+        return torch.addcmul(split(self.norm(out.transpose(1, 2).flatten(2))), own, value).flatten(2), sums

@@ -17,6 +17,8 @@ def token_shift(x: Tensor, lengths: Tensor | None = None, past: Tensor | None = 
     Source: Peng et al. 2023, arXiv 2305.13048.
     """
     past = x.new_zeros(x.shape[0], x.shape[2]) if past is None else past.to(x.dtype)
+    if lengths is None and x.shape[1] == 1:
+        return past.unsqueeze(1), x.squeeze(1)
     known = torch.cat((past.unsqueeze(1), x), 1)
     if lengths is None:
         return known[:, :-1], x[:, -1]

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mercer.backends.wkv import LEAST, serves, weighted_average
+from mercer.backends.wkv import LEAST, LEAST_TOKEN, serves, weighted_average
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.mixers.linear_recurrence import linear_recurrence
 
@@ -63,7 +63,9 @@ def wkv(
         raise Unsupported(
             "wkv's fused form is float32 or narrower on the CPU, with the extra cpu: use form='chunked' elsewhere"
         )
-    if fused and (form == "fused" or key.numel() >= LEAST) and key.numel():
+    token = key.shape[1] == 1 and not torch.is_grad_enabled()
+    least = LEAST_TOKEN if token else LEAST
+    if fused and (form == "fused" or key.numel() >= least) and key.numel():
         return weighted_average(key, value, log_decay, bonus, state, lengths)
     by = "recurrent" if form == "recurrent" or key.shape[1] == 1 else "chunked"
     return _by_scan(key, value, log_decay, bonus, state, lengths, by)

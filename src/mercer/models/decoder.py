@@ -24,6 +24,7 @@ from mercer.nn.attention import Attention
 from mercer.nn.block import Block
 from mercer.nn.loss import default_block, linear_cross_entropy
 from mercer.nn.positions import LearnedPositions, Sinusoidal, token_positions
+from mercer.nn.product import linear
 from mercer.nn.reach import longest, refuse_longer
 from mercer.nn.rope_scaling import RopeScaling
 from mercer.nn.rotary import Rotary
@@ -244,7 +245,7 @@ class DecoderLM(ConfiguredModel):
 
     def score(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab_size] of last hidden states [..., dim]."""
-        logits = nn.functional.linear(hidden, self.head_weight, None if self.head is None else self.head.bias)
+        logits = linear(hidden, self.head_weight, None if self.head is None else self.head.bias)
         return logits if self.config.logit_cap is None else capped(logits, self.config.logit_cap)
 
     def _refuse_longer(self, length: int) -> None:

@@ -26,9 +26,12 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., dim]; returns the same shape and dtype."""
+        weight, bias = self.weight, self.bias
+        if x.dtype == weight.dtype == torch.float32:
+            return torch.layer_norm(x, weight.shape, weight, bias, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)
-        bias = None if self.bias is None else self.bias.to(wide)
-        return nn.functional.layer_norm(x.to(wide), self.weight.shape, self.weight.to(wide), bias, self.eps).to(x.dtype)
+        bias = None if bias is None else bias.to(wide)
+        return torch.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"

@@ -1,0 +1,24 @@
+"""Products with weights as they are, of which a single input's are quicker as a matrix times a vector."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's `linear`, x W^T + b. One input on the CPU, without gradients, is a vector: torch reads a matrix of
+    bfloat16 about twice as fast for it as for a matrix with one row, and rounds as often.
+    """
+    size = x.shape[-1]
+    if size != x.numel() or torch.is_grad_enabled() or not x.is_cpu or torch.is_autocast_enabled("cpu"):
+        return nn.functional.linear(x, weight, bias)
+    y = torch.mv(weight, x.view(size)) if bias is None else torch.addmv(bias, weight, x.view(size))
+    return y.view(*x.shape[:-1], -1)
+
+
+def product(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x), by `linear` where it is a plain linear layer that nobody watches by hooks."""
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        return layer(x)
+    return linear(x, layer.weight, layer.bias)
