@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from mercer.errors import InvalidArgument
+from mercer.errors import InvalidArgument, Unsupported
+from mercer.mixers import rg_lru
 from mercer.mixers.names import mixer_config
 from mercer.mixers.rg_lru import RGLRU
 
@@ -109,3 +110,48 @@ def test_refusals():
         mixer_config("rg-lru").build(16, 0, layer=0, layers=1)
     with pytest.raises(InvalidArgument, match="there are width, blocks, conv, bias"):
         mixer_config("rg-lru", {"heads": 2})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_segments_of_tokens_give_what_one_gives(monkeypatch, generator, masked, begun):
+    """Outputs, states and the gradients of inputs, states and every parameter."""
+    mixer = block()
+    x = torch.randn(2, 11, SIZES["dim"], generator=generator, dtype=torch.float64, requires_grad=True)
+    real = torch.ones(2, 11, dtype=torch.bool)
+    if masked:  # a row ends within the first segment
+        real[0, 2:] = False
+        real[1, 7:] = False
+    parts = {
+        "recurrence": torch.randn(2, 8, generator=generator, dtype=torch.float64, requires_grad=True),
+        "conv": torch.randn(2, 2, 8, generator=generator, dtype=torch.float64),
+        "begun": torch.tensor([1, 0]),
+    }
+    lengths = real.sum(1) if masked else None
+    leaves = [x, *mixer.parameters(), *([parts["recurrence"]] if begun else [])]
+    found = []
+    for tokens in (100, 4, 1):
+        monkeypatch.setattr(rg_lru, "SEGMENT", 0)
+        monkeypatch.setattr(rg_lru, "FEWEST", tokens)
+        y, after = mixer.mix(x * real.unsqueeze(-1), lengths, parts if begun else None)
+        loss = (y * real.unsqueeze(-1)).square().sum() + after["recurrence"].square().sum()
+        found.append((y[real], after["recurrence"], *torch.autograd.grad(loss, leaves)))
+    for other in found[1:]:
+        for ours, right in zip(other, found[0], strict=True):
+            assert_close(ours, right, rtol=1e-10, atol=1e-10)
+
+
+def test_segments_keep_autocast_and_refuse_second_derivatives(monkeypatch, generator):
+    mixer = block().float()
+    x = torch.randn(1, 9, SIZES["dim"], generator=generator, requires_grad=True)
+    found = []
+    for tokens in (100, 4):
+        monkeypatch.setattr(rg_lru, "SEGMENT", 0)
+        monkeypatch.setattr(rg_lru, "FEWEST", tokens)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = mixer(x)
+        found.append(torch.autograd.grad(out.float().square().sum(), (x, mixer.decay_gate.weight, mixer.decay)))
+    for ours, right in zip(found[1], found[0], strict=True):
+        assert_close(ours, right, rtol=0.05, atol=0.05 * float(right.abs().max()))
+    with pytest.raises(Unsupported, match="segments of one sequence"):
+        torch.autograd.grad(mixer(x).sum(), x, create_graph=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mercer.mixers.base import Mixer
 from mercer.mixers.head_sizes import check_blocks
 from mercer.mixers.linear_recurrence import linear_recurrence
+from mercer.mixers.segments import by_segments
 from mercer.mixers.short_convolution import ShortConvolution
 from mercer.nn.start import HasStart
 
@@ -18,6 +19,10 @@ POWER = 8.0
 """c of the paper: what the gate r is multiplied by in the exponent."""
 STEEPEST = 1000.0
 """Largest slope of the square root, as in the authors' code: at a = 1 it has none."""
+SEGMENT = 1 << 18
+"""Numbers of u in a segment of tokens: a dozen tensors of its size are made on the way from u and the gate to h."""
+FEWEST = 64
+"""Tokens of a segment, however wide u is."""
 
 
 class RGLRU(Mixer):
@@ -71,16 +76,26 @@ class RGLRU(Mixer):
         wide = torch.promote_types(x.dtype, torch.float32)
         gate, value = self.input(x).chunk(2, -1)
         u, tail = self.conv(value, lengths, None if past is None else past["conv"])
-        log_decay = -POWER * self.decay_gate(u).to(wide).sigmoid() * nn.functional.softplus(self.decay.to(wide))
-        room = _BoundedRoot.apply(-torch.expm1(2 * log_decay))
-        batch, length, _ = x.shape
+        batch = x.shape[0]
         begun = x.new_zeros(batch, dtype=torch.int64) if past is None else past["begun"]
-        whole = (begun == 0).unsqueeze(1) & (torch.arange(length, device=x.device) == 0)
-        room = room.masked_fill(whole.unsqueeze(-1), 1)
-        gated = room * self.input_gate(u).to(wide).sigmoid() * u.to(wide)
-        state = None if past is None else past["recurrence"].to(wide)
-        h, last = linear_recurrence(log_decay, gated, state=state, lengths=lengths)
-        y = nn.functional.gelu(gate, approximate="tanh") * h.to(gate.dtype)
+        state = x.new_zeros(batch, self.width, dtype=wide) if past is None else past["recurrence"].to(wide)
+
+        def run(start: int, state: Tensor, along: Sequence[Tensor], across: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            (gate, u), (rate, *gates) = along, across
+            real = None if lengths is None else (lengths - start).clamp(0, u.shape[1])
+            log_decay = _blocks(u, *gates[:2]).to(wide).sigmoid() * rate
+            room: Tensor = _Room.apply(log_decay)
+            if start == 0:
+                whole = (begun == 0).unsqueeze(1) & (torch.arange(u.shape[1], device=u.device) == 0)
+                room = room.masked_fill(whole.unsqueeze(-1), 1)
+            gated = room * _blocks(u, *gates[2:]).to(wide).sigmoid() * u.to(wide)
+            h, last = linear_recurrence(log_decay, gated, state=state, lengths=real)
+            return nn.functional.gelu(gate, approximate="tanh") * h.to(gate.dtype), last
+
+        gates = (self.decay_gate.weight, self.decay_gate.bias, self.input_gate.weight, self.input_gate.bias)
+        size = max(SEGMENT // max(batch * self.width, 1), FEWEST)
+        rate = -POWER * nn.functional.softplus(self.decay.to(wide))
+        y, last = by_segments(run, size, state, (gate, u), (rate, *gates))
         had = torch.ones_like(begun) if lengths is None else (lengths > 0).to(begun.dtype)
         return self.output(y), {"recurrence": last, "conv": tail, "begun": torch.maximum(begun, had)}
 
@@ -104,21 +119,27 @@ class BlockDiagonal(HasStart):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., width]; returns the same shape."""
-        blocks, inner, _ = self.weight.shape
-        rows = x.reshape(-1, blocks, inner).transpose(0, 1)
-        out = torch.baddbmm(self.bias.unsqueeze(1), rows, self.weight)
-        return out.transpose(0, 1).reshape(x.shape)
+        return _blocks(x, self.weight, self.bias)
 
 
-class _BoundedRoot(torch.autograd.Function):
-    """sqrt(x), with a slope of at most STEEPEST."""
+def _blocks(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x A + b, of the parameters of `BlockDiagonal`."""
+    blocks, inner, _ = weight.shape
+    rows = x.reshape(-1, blocks, inner).transpose(0, 1)
+    out = torch.baddbmm(bias.unsqueeze(1), rows, weight)
+    return out.transpose(0, 1).reshape(x.shape)
+
+
+class _Room(torch.autograd.Function):
+    """sqrt(1 - a^2) from log a, where the root has a slope of at most STEEPEST."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sqrt()
+    def forward(ctx: Any, log_decay: Tensor) -> Tensor:
+        root = (2 * log_decay).expm1_().neg_().sqrt_()
+        ctx.save_for_backward(root)
+        return root
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grads[0] / (4 * x).clamp_min(STEEPEST**-2).sqrt()
+        (root,) = ctx.saved_tensors
+        return grads[0] * (root * root - 1) / root.clamp_min(0.5 / STEEPEST)
