@@ -160,10 +160,14 @@ def backward_item(tensors: int, sizes: int, lengths: int, scale: float, work: in
         for i in range(blocks):
             t = start + i * BLOCK
             ahead = BLOCK if i < blocks - 1 else start - OUTER - t
-            prepare(tensors, sizes, scale, b, h, t, min(BLOCK, count - t), dim, deep, work + i * one, carried, ahead)
-        for piece in range(begin, stop):
-            state = states + (piece - begin) * BLOCKS * size
-            make_states(tensors, b, h, start, blocks, dim, width, piece, work, one, state, values)
+            block = work + i * one
+            prepare(tensors, sizes, scale, b, h, t, min(BLOCK, count - t), dim, deep, block, carried, ahead)
+            for piece in range(begin, stop):
+                state = states + ((piece - begin) * BLOCKS + i) * size
+                if i == 0:
+                    recall(tensors, b, h, t, dim, width, piece, state)
+                if i + 1 < blocks:
+                    go_on(tensors, b, h, t, dim, width, piece, block, state, values)
         for i in range(blocks - 1, -1, -1):
             t, block = start + i * BLOCK, work + i * one
             tokens = min(BLOCK, count - t)
@@ -198,24 +202,25 @@ def backward_item(tensors: int, sizes: int, lengths: int, scale: float, work: in
 
 
 @by_call
-def make_states(
-    tensors: int, b: int, h: int, start: int, blocks: int, dim: int, width: int, piece: int, work: int, one: int,
-    state: int, values: int,
-) -> None:  # fmt: skip
-    """The states of a slice before each of some blocks, from the one that was kept."""
+def recall(tensors: int, b: int, h: int, t: int, dim: int, width: int, piece: int, state: int) -> None:
+    """The state of a slice that was kept before a token."""
+    vectors = lanes_of(columns_of(width, piece))
+    kept = locate(tensors, KEPT, b, h, t // OUTER) + 4 * piece * SLICE * ((dim + 3) // 4 * 4)
+    copy_rows(kept, vectors * ROW, dim, vectors * LANES, state, PITCH, padded(dim), vectors)
+
+
+@by_call
+def go_on(
+    tensors: int, b: int, h: int, t: int, dim: int, width: int, piece: int, block: int, state: int, values: int
+) -> None:
+    """The state of a slice after a whole block, behind that before it."""
     first, columns, deep = piece * SLICE, columns_of(width, piece), padded(dim)
     seeks, takes = seek_and_take(tensors)
     written = REMOVED if seeks and not takes else VALUE
-    vectors, size = lanes_of(columns), deep * PITCH
-    kept = locate(tensors, KEPT, b, h, start // OUTER) + 4 * first * ((dim + 3) // 4 * 4)
-    copy_rows(kept, vectors * ROW, dim, vectors * LANES, state, PITCH, deep, vectors)
-    for i in range(blocks - 1):
-        t = start + i * BLOCK
-        pack_columns(tensors, written, b, h, t, BLOCK, first, columns, values, BLOCK)
-        if takes:
-            pack_columns(tensors, REMOVED, b, h, t, BLOCK, first, columns, values + BLOCK * PITCH, BLOCK)
-        before = state + i * size
-        advance(takes, work + i * one, deep, vectors, before, before + size, values)
+    pack_columns(tensors, written, b, h, t, BLOCK, first, columns, values, BLOCK)
+    if takes:
+        pack_columns(tensors, REMOVED, b, h, t, BLOCK, first, columns, values + BLOCK * PITCH, BLOCK)
+    advance(takes, block, deep, lanes_of(columns), state, state + deep * PITCH, values)
 
 
 @by_call
