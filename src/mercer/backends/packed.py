@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -51,22 +51,22 @@ class Packed:
     data: Tensor
     paired: bool = False
 
-    @property
+    @cached_property
     def number(self) -> int:
         """The kind, for kernels."""
         return KINDS.index(self.kind)
 
-    @property
+    @cached_property
     def units(self) -> int:
         """Units of a tile."""
         return -(-self.columns // COLUMNS[self.number])
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns with those that pad the last unit: inputs must have as many, 0 in what is more."""
         return self.units * COLUMNS[self.number]
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         return _tiles(self.rows, self.paired)
 
@@ -101,9 +101,12 @@ class Packed:
         """x ``[n, columns]`` times the transposed matrix, ``[n, rows]`` in the order of the rows, in float32. Weights
         of fewer bits meet more than `FEW` inputs in bfloat16 where the processor multiplies tiles of it.
         """
+        n = len(x)
+        if 0 < n < min(MANY):
+            return self._by_rows(x)
         from mercer.backends.packed_blocks import ACROSS, DEEP, PAIR
 
-        n, tiles = len(x), self.tiles // self._halves
+        tiles = self.tiles // self._halves
         if n > FEW and self.kind != "float32" and self.width % DEEP == 0 and tiles >= PAIR and _has_tiles():
             return self._in_tiles(x)
         if n >= MANY[self.number] and tiles >= ACROSS:
@@ -190,25 +193,27 @@ class Packed:
         n = len(x)
         together = n if n < 3 else 4
         count = -(-n // together) * together
-        padded = torch.zeros(count, self.width)
-        padded[:n, : self.columns] = x
+        padded, width = x, self.width
+        if count != n or width != self.columns or x.dtype != torch.float32 or not x.is_contiguous():
+            padded = torch.zeros(count, width)
+            padded[:n, : self.columns] = x
         groups = padded.view(count, -1, GROUP).sum(-1) if self.kind == "int4" else padded
-        out = torch.empty(count, LANES * self.tiles)
-        run = kernels.products(self.number, together)
+        tiles, units, data, run = self.tiles, self.units, self.data.data_ptr(), kernels.products(self.number, together)
+        out = torch.empty(count, LANES * tiles)
 
         def part(_thread: int, start: int, stop: int) -> None:
             run(
-                self.data.data_ptr(), self.units, padded.data_ptr(), 4 * self.width, groups.data_ptr(),
-                4 * groups.shape[1], out.data_ptr(), 4 * out.shape[1], count, start, stop,
+                data, units, padded.data_ptr(), 4 * width, groups.data_ptr(), 4 * groups.shape[1], out.data_ptr(),
+                4 * LANES * tiles, count, start, stop,
             )  # fmt: skip
 
-        share(self.tiles, part)
-        return self._in_order(out[:n])
+        share(tiles, part)
+        return self._in_order(out if count == n else out[:n])
 
     def _in_order(self, out: Tensor) -> Tensor:
         """Products ``[n, 16 tiles]`` as ``[n, rows]``."""
         if not self.paired:
-            return out[:, : self.rows]
+            return out if out.shape[1] == self.rows else out[:, : self.rows]
         halves = out.view(len(out), -1, 2, LANES)
         return torch.cat([halves[:, :, i].flatten(1)[:, : self.rows // 2] for i in range(2)], 1)
 

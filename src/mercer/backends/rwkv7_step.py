@@ -48,23 +48,31 @@ def step(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """What the output's product reads, `[B, 1, dim]` in a dtype, and the sums after the token, `[B, heads, K, K]`, as
+    """What the output's product reads, in a dtype, and the sums after the token, `[B, heads, K, K]`, as
     `mercer.mixers.rwkv7.RWKV7` has them, for tensors that `serves` takes.
 
-    products: r, k, v, d, a and g before their sigmoids, `[B, 1, dim]`. share_of_first: n before its sigmoid and v^0;
-    None: v is not mixed. numbers: key_scale, key_rate, bonus `[heads, K]`, and weight and bias of the norm. state:
-    float32; None: 0. eps: of the norm.
+    products: r, k, v, d, a and g before their sigmoids, `[B, 1, dim]`, or `[dim]` of a batch of 1, and so is what comes
+    out. share_of_first: n before its sigmoid and v^0; None: v is not mixed. numbers: key_scale, key_rate, bonus
+    `[heads, K]`, and weight and bias of the norm. state: float32; None: 0. eps: of the norm.
     """
     from mercer.backends import rwkv7_step_kernels as kernels
 
-    heads, size = numbers[2].shape
-    batch, _, dim = products[0].shape
-    out, sums = torch.empty(batch, 1, dim, dtype=dtype), torch.empty(batch, heads, size, size)
-    given = (*products, *(share_of_first or (None, None)), *numbers, state)
-    tensors = [None if x is None else _plain(x) for x in given] + [sums, out]
-    rows = [0 if x is None else x.data_ptr() for x in tensors]
-    halves = [x is not None and x.dtype == torch.bfloat16 for x in tensors]
-    table = np.array([heads, size, *rows, *halves], np.int64)
+    (heads, size), shape = numbers[2].shape, products[0].shape
+    batch = products[0].numel() // (heads * size)
+    out, sums = torch.empty(shape, dtype=dtype), torch.empty(batch, heads, size, size)
+    rows, halves, kept = [heads, size], [], []
+    for x in (*products, *(share_of_first or (None, None)), *numbers, state, sums, out):
+        if x is None:
+            rows.append(0)
+            halves.append(False)
+            continue
+        half = x.dtype == torch.bfloat16
+        if not x.is_contiguous() or not (half or x.dtype == torch.float32):
+            x = x.contiguous() if half else x.float().contiguous()
+            kept.append(x)
+        rows.append(x.data_ptr())
+        halves.append(half)
+    table = np.array(rows + halves, np.int64)
     items = batch * heads
 
     def part(_thread: int, start: int, stop: int) -> None:
@@ -76,9 +84,3 @@ def step(
     else:
         share(items, part)
     return out, sums
-
-
-def _plain(x: Tensor) -> Tensor:
-    """In float32 or bfloat16, without gaps."""
-    x = x.contiguous()
-    return x if x.dtype in _DTYPES else x.float()

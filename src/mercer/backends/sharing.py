@@ -25,6 +25,9 @@ def threads_for(items: int) -> int:
 def share(items: int, part: Callable[[int, int, int], None]) -> None:
     """Run part(thread, start, stop) on an equal run of the items in each thread; an error in one is raised here."""
     threads = threads_for(items)
+    if threads == 1:
+        part(0, 0, items)
+        return
     cuts = [items * i // threads for i in range(threads + 1)]
     others = [_pool(os.getpid(), threads).submit(part, i, cuts[i], cuts[i + 1]) for i in range(1, threads)]
     try:

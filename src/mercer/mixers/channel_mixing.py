@@ -11,7 +11,7 @@ from mercer.errors import InvalidArgument
 from mercer.mixers.base import Mixer
 from mercer.mixers.rwkv_start import check_depth, depth, orthogonal, ramp
 from mercer.mixers.token_shift import token_shift
-from mercer.nn.product import product
+from mercer.nn.product import as_vectors, product
 
 
 class ChannelMixing(Mixer):
@@ -59,9 +59,11 @@ class ChannelMixing(Mixer):
         self, x: Tensor, lengths: Tensor | None, past: Mapping[str, Tensor] | None, *carried: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         before, last = token_shift(x, lengths, None if past is None else past["last"])
-        key = product(self.key, torch.lerp(before, x, self.mix_key.to(x.dtype)))
-        receptance = product(self.receptance, torch.lerp(before, x, self.mix_receptance.to(x.dtype)))
-        return torch.sigmoid(receptance) * product(self.value, key.relu().square()), {"last": last}
+        before, now = as_vectors(before, x)
+        key = product(self.key, torch.lerp(before, now, self.mix_key.to(x.dtype)))
+        receptance = product(self.receptance, torch.lerp(before, now, self.mix_receptance.to(x.dtype)))
+        y = torch.sigmoid(receptance) * product(self.value, key.relu().square())
+        return y.view(x.shape), {"last": last}
 
 
 class UngatedChannelMixing(Mixer):
@@ -102,8 +104,9 @@ class UngatedChannelMixing(Mixer):
         self, x: Tensor, lengths: Tensor | None, past: Mapping[str, Tensor] | None, *carried: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         before, last = token_shift(x, lengths, None if past is None else past["last"])
-        key = product(self.key, torch.lerp(x, before, self.mix_key.to(x.dtype)))
-        return product(self.value, key.relu().square()), {"last": last}
+        before, now = as_vectors(before, x)
+        key = product(self.key, torch.lerp(now, before, self.mix_key.to(x.dtype)))
+        return product(self.value, key.relu().square()).view(x.shape), {"last": last}
 
 
 def _hidden(name: str, dim: int, hidden: int | None) -> int:

@@ -15,7 +15,7 @@ from mercer.mixers.rwkv_start import check_depth, depth, orthogonal, ramp, slope
 from mercer.mixers.steps import decay_of, rates
 from mercer.mixers.token_shift import token_shift
 from mercer.mixers.wkv import wkv
-from mercer.nn.product import product
+from mercer.nn.product import as_vectors, product
 
 
 class RWKV4(Mixer):
@@ -72,21 +72,23 @@ class RWKV4(Mixer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         wide = torch.promote_types(x.dtype, torch.float32)
         before, last = token_shift(x, lengths, None if past is None else past["last"])
+        before, now = as_vectors(before, x)
         key, value, receptance = (
-            product(layer, torch.lerp(before, x, share.to(x.dtype)))
+            product(layer, torch.lerp(before, now, share.to(x.dtype)))
             for layer, share in (
                 (self.key, self.mix_key),
                 (self.value, self.mix_value),
                 (self.receptance, self.mix_receptance),
             )
         )
+        tokens = (*x.shape[:2], self.width)
         average, (num, den, peak) = wkv(
-            key,
-            value.to(wide),
+            key.view(tokens),
+            value.to(wide).view(tokens),
             log_decay=decay_of(rates(self.decay, wide)),
             bonus=self.bonus,
             state=None if past is None else (past["num"], past["den"], past["peak"]),
             lengths=lengths,
         )
-        y = product(self.output, (torch.sigmoid(receptance) * average).to(x.dtype))
-        return y, {"last": last, "num": num, "den": den, "peak": peak}
+        y = product(self.output, (torch.sigmoid(receptance) * average.view(receptance.shape)).to(x.dtype))
+        return y.view(x.shape), {"last": last, "num": num, "den": den, "peak": peak}

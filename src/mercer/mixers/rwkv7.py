@@ -18,7 +18,7 @@ from mercer.mixers.low_rank import LowRank, suggested_rank
 from mercer.mixers.matrix_recurrence import matrix_recurrence
 from mercer.mixers.rwkv_start import check_depth, depth, orthogonal, ramp, slope
 from mercer.mixers.token_shift import token_shift
-from mercer.nn.product import product
+from mercer.nn.product import as_vectors, product
 
 FIRST = "rwkv7: values of the first layer"
 
@@ -127,6 +127,11 @@ class RWKV7(Mixer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         wide = torch.promote_types(x.dtype, torch.float32)
         before, last = token_shift(x, lengths, None if past is None else past["last"])
+        numbers = (self.key_scale, self.key_rate, self.bonus, self.norm.weight, cast(Tensor, self.norm.bias))
+        state, shape = None if past is None else past["sums"].to(wide), x.shape
+        token = lengths is None and shape[1] == 1 and serves(x, *numbers, state)
+        if token:
+            x, before = as_vectors(x, before)
         step = before - x
 
         def mixed(share: Tensor) -> Tensor:
@@ -136,18 +141,19 @@ class RWKV7(Mixer):
         receptance, key = product(self.receptance, mixed(self.mix_receptance)), product(self.key, mixed(self.mix_key))
         read = mixed(self.mix_value)
         value = product(self.value, read)
-        first = (carried[0] if carried else {}).setdefault(FIRST, value.to(wide))
+        shared = carried[0] if carried else {}
+        if FIRST not in shared:
+            shared[FIRST] = value.to(wide).view(shape)
+        first = shared[FIRST]
         share = None if self.first_share is None else self.first_share(read)
-        numbers = (self.key_scale, self.key_rate, self.bonus, self.norm.weight, cast(Tensor, self.norm.bias))
-        state = None if past is None else past["sums"].to(wide)
-        if lengths is None and x.shape[1] == 1 and serves(x, *numbers, state):
+        if token:
             products = (receptance, key, value, decay, rate, self.gate(mixed(self.mix_gate)))
             of_first = None if share is None else (share, first)
             joined, sums = one_token(products, of_first, numbers, state, self.norm.eps, x.dtype)
         else:
             normed, sums = self._between(receptance, key, value, decay, rate, share, first, state, lengths)
             joined = (self.gate(mixed(self.mix_gate)).to(wide) * normed).to(x.dtype)
-        return product(self.output, joined), {"last": last, "sums": sums}
+        return product(self.output, joined).view(shape), {"last": last, "sums": sums}
 
     def _between(
         self,

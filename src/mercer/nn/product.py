@@ -13,12 +13,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     size = x.shape[-1]
     if size != x.numel() or torch.is_grad_enabled() or not x.is_cpu or torch.is_autocast_enabled("cpu"):
         return nn.functional.linear(x, weight, bias)
-    y = torch.mv(weight, x.view(size)) if bias is None else torch.addmv(bias, weight, x.view(size))
-    return y.view(*x.shape[:-1], -1)
+    vector = x if x.ndim == 1 else x.view(size)
+    y = torch.mv(weight, vector) if bias is None else torch.addmv(bias, weight, vector)
+    return y if vector is x else y.view(*x.shape[:-1], -1)
+
+
+def as_vectors(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Tensors `[1, 1, dim]` as `[dim]`, others as they are: a vector is multiplied without a view before and behind."""
+    one = rows[0].shape[:2].numel() == 1
+    return tuple(x.reshape(-1) for x in rows) if one else rows
 
 
 def product(layer: nn.Module, x: Tensor) -> Tensor:
     """layer(x), by `linear` where it is a plain linear layer that nobody watches by hooks."""
-    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
         return layer(x)
     return linear(x, layer.weight, layer.bias)
