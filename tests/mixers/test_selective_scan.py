@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
+from mercer.backends import selective_scan as fused
 from mercer.errors import InvalidArgument, Unsupported
 from mercer.mixers.selective_scan import selective_scan
 
@@ -66,6 +67,51 @@ def test_outputs_states_and_gradients_are_those_of_the_formula(form, lengths, ch
     for a, b in zip((*found, *gradients), (*want, *wanted), strict=True):
         assert a.dtype == dtype
         assert (a - b).abs().max() <= tolerance * max(1, b.abs().max())
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunked", "fused"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("lengths", "channels"), [((1,), 1), ((70, 0, 33), 19), ((64, 96), 130)])
+def test_steps_are_made_from_fewer_numbers_by_segments(monkeypatch, form, whole, lengths, channels):
+    """Of 32 tokens, or of all."""
+    monkeypatch.setattr(fused, "SEGMENT", 1 << 30 if whole else 1)
+    dtype = torch.float32 if form == "fused" else torch.float64
+    given = draw(len(lengths), max(lengths), channels, 5)
+    given["step"], given["expand"] = (
+        torch.randn(*n, dtype=torch.float64) for n in ((*given["x"].shape[:2], 3), (channels, 3))
+    )
+    exact = {name: v.requires_grad_() for name, v in given.items()}
+    steps = exact["step"] @ exact["expand"].T
+    others = {name: v for name, v in exact.items() if name not in ("step", "expand")}
+    want = expected(**others, step=steps, lengths=lengths)
+    upstream = [torch.randn_like(v) for v in want]
+    wanted = torch.autograd.grad(want, list(exact.values()), upstream)
+    mine = {name: v.detach().to(dtype).requires_grad_() for name, v in given.items()}
+    found = selective_scan(**mine, softplus=True, lengths=torch.tensor(lengths), form=form)
+    gradients = torch.autograd.grad(found, list(mine.values()), [v.to(dtype) for v in upstream])
+    tolerance = 6e-6 if dtype == torch.float32 else 1e-12
+    for a, b in zip((*found, *gradients), (*want, *wanted), strict=True):
+        assert a.dtype == dtype
+        assert (a - b).abs().max() <= tolerance * max(1, b.abs().max())
+
+
+def test_segments_take_halves_and_autocast(monkeypatch):
+    """In bfloat16 the steps of a segment are those of one product over all tokens."""
+    monkeypatch.setattr(fused, "SEGMENT", 1)
+    given = {name: v.requires_grad_() for name, v in draw(2, 70, 33, 4, torch.float32).items()}
+    small, expand = torch.randn(2, 70, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
+    found = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for parts in (
+            {"step": small, "expand": expand},
+            {"step": torch.nn.functional.linear(small, expand)},
+        ):
+            outputs = selective_scan(**given | parts, softplus=True, form="fused")
+            loss = sum(v.square().sum() for v in outputs)
+            found.append((*outputs, *torch.autograd.grad(loss, (given["x"], given["rates"], small, expand))))
+    for ours, right in zip(*found, strict=True):
+        assert ours.dtype == right.dtype
+        assert (ours - right).abs().max() <= 0.02 * right.abs().max()
 
 
 @settings(max_examples=15, deadline=None)
@@ -208,6 +254,10 @@ def test_wrong_arguments_are_refused():
     given = draw(2, 3, 4, 5)
     with pytest.raises(InvalidArgument, match=r"read must be \[2, 3, 5\]"):
         selective_scan(**given | {"read": given["read"][:, :2]})
+    with pytest.raises(InvalidArgument, match=r"expand must be \[4, R\]"):
+        selective_scan(**given, expand=torch.randn(3, 2))
+    with pytest.raises(InvalidArgument, match=r"step must be \[2, 3, 2\]"):
+        selective_scan(**given, expand=torch.randn(4, 2))
     with pytest.raises(InvalidArgument, match="form must be"):
         selective_scan(**given, form="dense")
     with pytest.raises(InvalidArgument, match="between 0 and 3"):

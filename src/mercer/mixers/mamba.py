@@ -104,6 +104,13 @@ class Mamba(Mixer):
     def mix(
         self, x: Tensor, lengths: Tensor | None, past: Mapping[str, Tensor] | None, *carried: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        mixed, after = self._mixed(x, lengths, past)
+        return self.output(mixed), after
+
+    def _mixed(
+        self, x: Tensor, lengths: Tensor | None, past: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What W_out is given, and the parts of the state."""
         inputs, gate = self.input(x).chunk(2, -1)
         convolved, tail = self.convolution(inputs, lengths, None if past is None else past["tail"])
         before = None if past is None else past["sums"]
@@ -116,7 +123,7 @@ class Mamba(Mixer):
                 for h, weight in enumerate(self.select.weight)
             ]
             mixed, sums = (torch.cat(parts, -1) for parts in zip(*scanned, strict=True))
-        return self.output(mixed), {"sums": sums, "tail": tail}
+        return mixed, {"sums": sums, "tail": tail}
 
     def _scan(
         self, own: slice, select: Tensor, x: Tensor, gate: Tensor, lengths: Tensor | None, sums: Tensor | None
@@ -134,7 +141,7 @@ class Mamba(Mixer):
         wide = torch.promote_types(x.dtype, torch.float32)
         return selective_scan(
             x,
-            nn.functional.linear(step, self.step.weight[own]),
+            step,
             -rates(self.log_rate[own], wide),
             write,
             read,
@@ -142,6 +149,7 @@ class Mamba(Mixer):
             gate=gate[..., own],
             bias=self.step.bias[own],
             softplus=True,
+            expand=self.step.weight[own],
             state=None if sums is None else sums[..., own],
             lengths=lengths,
         )

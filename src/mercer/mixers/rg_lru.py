@@ -96,6 +96,7 @@ class RGLRU(Mixer):
         size = max(SEGMENT // max(batch * self.width, 1), FEWEST)
         rate = -POWER * nn.functional.softplus(self.decay.to(wide))
         y, last = by_segments(run, size, state, (gate, u), (rate, *gates))
+        del gate, value, u  # without a gradient nobody else has them
         had = torch.ones_like(begun) if lengths is None else (lengths > 0).to(begun.dtype)
         return self.output(y), {"recurrence": last, "conv": tail, "begun": torch.maximum(begun, had)}
 

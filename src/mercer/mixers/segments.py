@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -67,7 +67,10 @@ class _Segments(torch.autograd.Function):
                 y, after = ctx.run(start, before, leaves[:count], leaves[count:])
             asked = [leaf for leaf in leaves if leaf.requires_grad]
             ends = (grad_out[:, at], carried)
-            found: tuple[Tensor | None, ...] = torch.autograd.grad((y, after), (before, *asked), ends, allow_unused=True)
+            found = cast(
+                "tuple[Tensor | None, ...]",
+                torch.autograd.grad((y, after), (before, *asked), ends, allow_unused=True),
+            )
             carried = torch.zeros_like(before) if found[0] is None else found[0]
             grads = iter(found[1:])
             for i, leaf in enumerate(leaves):

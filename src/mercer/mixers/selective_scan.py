@@ -32,6 +32,7 @@ def selective_scan(
     softplus: bool = False,
     state: Tensor | None = None,
     lengths: Tensor | None = None,
+    expand: Tensor | None = None,
     form: Form = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Outputs and the final state of a state-space model with input-dependent steps, for every channel d and place n:
@@ -43,7 +44,7 @@ def selective_scan(
 
     Args:
         x: ``[B, L, D]``.
-        step: Delta before bias and softplus, ``[B, L, D]``; s must not be negative.
+        step: Delta before bias and softplus, ``[B, L, D]``; s must not be negative. With ``expand`` r, ``[B, L, R]``.
         rates: A, ``[D, N]``, none positive.
         write: B, ``[B, L, N]``.
         read: C, ``[B, L, N]``.
@@ -54,6 +55,8 @@ def selective_scan(
         state: h before the first token, ``[B, N, D]``; default 0.
         lengths: how many tokens of each row are real, the first ones, ``[B]`` integers. What follows them is not
             looked at, neither decays nor adds, and has outputs of 0. Default: all.
+        expand: W, ``[D, R]``: Delta is r W^T. The fused form makes it for a segment of tokens at a time, forward and
+            backward, so that it is never there as a whole. Default: ``step`` is Delta itself.
         form: ``recurrent``, token by token as above; ``chunked``, by doubled strides within chunks of 32 tokens, which
             are made again for the gradient, so that memory beyond the inputs is bounded; ``fused``, Numba's kernels on
             the CPU, likewise bounded; ``auto``, the quickest that can be had: ``fused``, or else chunks, on the CPU
@@ -69,15 +72,17 @@ def selective_scan(
 
     Source: Gu & Dao 2023, arXiv 2312.00752, algorithm 2, with B discretised by the step alone as in its code.
     """
-    _check(x, step, rates, write, read, skip, gate, bias, state, lengths, form)
-    tensors = (x, step, rates, write, read, skip, gate, bias, state)
+    _check(x, step, rates, write, read, skip, gate, bias, state, lengths, expand, form)
+    tensors = (x, step, rates, write, read, skip, gate, bias, state, expand)
     if form == "fused" and not fused.serves(*tensors):
         raise Unsupported(
             "form='fused' needs Numba (extra `cpu`) and tensors of float32 or less on the CPU: use form='chunked'"
         )
     work = x.numel() * rates.shape[1]
     if form == "fused" or (form == "auto" and x.numel() and work >= fused.LEAST and fused.serves(*tensors)):
-        return fused.selective_scan(x, step, rates, write, read, skip, gate, bias, softplus, state, lengths)
+        return fused.selective_scan(x, step, rates, write, read, skip, gate, bias, softplus, state, lengths, expand)
+    if expand is not None:
+        step = torch.nn.functional.linear(step, expand)
     wide = torch.promote_types(x.dtype, torch.float32)
     absent = None
     if lengths is not None:
@@ -162,6 +167,7 @@ def _check(
     bias: Tensor | None,
     state: Tensor | None,
     lengths: Tensor | None,
+    expand: Tensor | None,
     form: str,
 ) -> None:
     if form not in ("auto", "recurrent", "chunked", "fused"):
@@ -170,8 +176,13 @@ def _check(
         raise InvalidArgument(f"x must be [B, L, D] and rates [D, N], got {list(x.shape)} and {list(rates.shape)}")
     batch, length, channels = x.shape
     states = rates.shape[1]
+    if expand is not None and (expand.dim() != 2 or expand.shape[0] != channels or not expand.is_floating_point()):
+        raise InvalidArgument(
+            f"expand must be [{channels}, R] beside x {list(x.shape)}, and floating point, got {list(expand.shape)} of "
+            f"{expand.dtype}"
+        )
     expected = (
-        ("step", step, (batch, length, channels)),
+        ("step", step, (batch, length, channels if expand is None else expand.shape[1])),
         ("rates", rates, (channels, states)),
         ("write", write, (batch, length, states)),
         ("read", read, (batch, length, states)),
