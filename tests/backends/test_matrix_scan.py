@@ -142,6 +142,37 @@ def test_expanded_and_turned_inputs():
         assert_close(found, right, 11)
 
 
+def test_inputs_that_are_negative_by_a_mark_on_them():
+    case = draw(seeded(), length=11, dim=8, width=16, remove=True, bonus=True).to(torch.float32).leaves()
+    marked = type(case)({n: torch._neg_view(-x) for n, x in case.tensors.items()}, None, case.scale)
+    expected = formula(case)
+    outputs = matrix_recurrence(**marked.arguments(), form="numba")
+    for found, right in zip(outputs, expected, strict=True):
+        assert_close(found, right, 11)
+    upstream = [torch.randn(x.shape, generator=seeded(1)) for x in outputs]
+    leaves = list(case.tensors.values())
+    found = torch.autograd.grad(outputs, leaves, [torch._neg_view(-x) for x in upstream])
+    right = torch.autograd.grad(expected, leaves, [x.double() for x in upstream])
+    for one, other in zip(found, right, strict=True):
+        assert_close(one, other, 44)
+
+
+def test_transforms_of_torch_take_another_form():
+    case = draw(seeded(), length=300, dim=32, width=32, delta=True).to(torch.float32)
+
+    def total(query, form="auto"):
+        return matrix_recurrence(**case.arguments() | {"query": query}, form=form)[0].sum()
+
+    query = case.tensors["query"]
+    assert matrix_scan.serves(*(case.tensors[name] for name in ("query", "key", "value")))
+    leaf = query.clone().requires_grad_()
+    assert_close(torch.func.grad(total)(query), torch.autograd.grad(total(leaf), leaf)[0], 300)
+    sums = torch.func.vmap(total)(torch.stack([query, 2 * query]))
+    assert_close(sums, torch.stack([total(query), total(2 * query)]), 300)
+    with pytest.raises(Unsupported, match=r"torch\.func"):
+        torch.func.grad(lambda x: total(x, "numba"))(query)
+
+
 def test_no_argument_is_changed_and_a_state_goes_on():
     # read straight from the old state into the new one, and not
     for width, kind in (

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mercer.backends import matrix_scan_table as at
-from mercer.backends.sharing import installed, share, threads_for
+from mercer.backends.sharing import installed, share, threads_for, transformed
 from mercer.core.first_order import first_order
 from mercer.errors import InvalidArgument, Unsupported
 
@@ -28,12 +28,13 @@ ALONE = 1 << 19
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels compute a call of these tensors: float32 sums on the CPU, not for a compiler, no forward-mode
-    derivative."""
+    """Whether the kernels compute a call of these tensors: float32 sums on the CPU, not for a compiler or `torch.func`,
+    no forward-mode derivative."""
     tensors = [x for x in (query, key, value, *others) if x is not None]
     return (
         not torch.compiler.is_compiling()  # a compiler makes its own kernels of torch's form
         and installed()
+        and not transformed()
         and torch.float64 not in (query.dtype, key.dtype, value.dtype)
         and all(x.is_cpu and forward_ad.unpack_dual(x).tangent is None for x in tensors)
     )
@@ -81,16 +82,16 @@ def matrix_scan(
     a, b = (None, None) if remove is None else remove
     if not serves(query, key, value, log_decay, a, b, delta, bonus, state, lengths):
         reason = "needs the extra cpu: pip install 'mercer[cpu]'" if not installed() else (
-            "computes in float32 on the CPU, outside of torch.compile and without forward-mode derivatives"
+            "computes in float32 on the CPU, outside of torch.compile and torch.func, without forward-mode derivatives"
         )  # fmt: skip
         raise Unsupported(f"The fused matrix recurrence {reason}; use form='chunked' or form='recurrent' instead.")
     query, key, value = _rows(query), _rows(key), _rows(value)
     log, a, b = (None if x is None else _rows(x) for x in (log_decay, a, b))
     beta = None if delta is None else _rows(delta.unsqueeze(-1))
     if bonus is not None:
-        bonus = bonus.float().contiguous()
+        bonus = bonus.resolve_neg().float().contiguous()
     if state is not None:
-        state = state.contiguous()
+        state = state.resolve_neg().contiguous()
     given = (query, key, value, log, a, b, beta, bonus, state)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         out, final = _Scan.apply(*given, lengths, float(scale))  # pyright: ignore[reportGeneralTypeIssues]
@@ -179,7 +180,10 @@ class _Scan(torch.autograd.Function):
             at.UPSTREAM: _rows(grad_out),
             at.GRAD_VALUE: grad_value,
         }
-        table |= {at.GRAD_FINAL: None if grad_final is None else grad_final.contiguous(), at.GRAD_STATE: grad_state}
+        table |= {
+            at.GRAD_FINAL: None if grad_final is None else grad_final.resolve_neg().contiguous(),
+            at.GRAD_STATE: grad_state,
+        }
         table |= shared | {at.GRAD_BONUS: grad_bonus}
         _run(matrix_scan_kernels.compiled_backward(), matrix_scan_backward.room, table, lengths, ctx.scale)
 
@@ -269,5 +273,6 @@ def _empty(like: Tensor, lengths: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     """In float32 or bfloat16, the numbers of a row side by side."""
+    x = x.resolve_neg()  # as the imaginary part of a conjugate has it: negative, and its memory not
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

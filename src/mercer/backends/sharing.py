@@ -17,6 +17,13 @@ def installed() -> bool:
     return find_spec("numba") is not None
 
 
+def transformed() -> bool:
+    """Whether the call stands in a transform of `torch.func`: its tensors may have no memory of their own, and it takes
+    no backward pass written for `torch.autograd` alone.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
 def threads_for(items: int) -> int:
     """How many threads share some items: torch's number, at most one an item."""
     return max(1, min(torch.get_num_threads(), items))
