@@ -40,6 +40,19 @@ def serves(x: Tensor, *numbers: Tensor | None) -> bool:
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
+def mixtures(x: Tensor, before: Tensor, shares: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """x + (before - x) * share, for each share `[dim]`; x and before are `[B, 1, dim]` or `[dim]`, of one dtype."""
+    from mercer.backends import rwkv7_step_kernels as kernels
+
+    x, before, dim = x.contiguous(), before.contiguous(), x.shape[-1]
+    shares = tuple(y.contiguous() for y in shares)
+    out = torch.empty(len(shares), *x.shape, dtype=x.dtype)
+    rows = (x, before, out, *shares)
+    table = [dim, x.numel() // dim, len(shares), *(y.data_ptr() for y in rows)]
+    kernels.mixer()(np.array(table + [y.dtype == torch.bfloat16 for y in rows], np.int64))
+    return out.unbind()
+
+
 def step(
     products: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     share_of_first: tuple[Tensor, Tensor] | None,

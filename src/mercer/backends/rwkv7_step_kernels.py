@@ -145,14 +145,46 @@ def room(size: int) -> int:
     return LANES + SCRATCH * -(-size // LANES) * LANES
 
 
+def _stamp() -> str:
+    """The source of the inlined parts, for the name of what inlines them: Numba's cache looks at this file alone."""
+    sources = Path(microkernels.__file__).read_bytes() + Path(wkv_kernels.__file__).read_bytes()
+    return sha256(sources).hexdigest()
+
+
 @lru_cache
 def compiled() -> Any:
     """:func:`head` for items from start to stop, heads of one row after the other, compiled for this machine or read
     from the cache on disk.
     """
-    # The source of the inlined parts is in the name: Numba's cache looks at this file alone.
-    sources = [Path(part.__file__).read_bytes() for part in (microkernels, wkv_kernels)]
-    return _compiled(sha256(b"".join(sources)).hexdigest())
+    return _compiled(_stamp())
+
+
+@lru_cache
+def mixer() -> Any:
+    """run(table): x + (before - x) * share for each share. The table: dim, rows, shares, the addresses of x, before,
+    the results `[shares, rows, dim]` and each share, and in that order whether they are bfloat16.
+    """
+    return _mixer(_stamp())
+
+
+def _mixer(stamp: str) -> Any:
+    @njit(types.void(types.Array(types.int64, 1, "C")), nogil=True, cache=True)
+    def call(n: Any) -> None:
+        if not len(stamp):
+            return
+        dim, rows, shares = n[0], n[1], n[2]
+        addresses, halves = n[3:], n[6 + shares :]
+        size = 2 if halves[0] else 4
+        for row in range(rows):
+            for c in range(0, dim, LANES):
+                count, at = dim - c, size * (row * dim + c)
+                here = load_row(addresses[0] + at, halves[0], count)
+                step = minus(load_row(addresses[1] + at, halves[1], count), here)
+                for s in range(shares):
+                    part = load_row(addresses[3 + s] + (2 if halves[3 + s] else 4) * c, halves[3 + s], count)
+                    store_row(addresses[2] + size * s * rows * dim + at, halves[2], count, fma(step, part, here))
+
+    return call
 
 
 def _compiled(stamp: str) -> Any:

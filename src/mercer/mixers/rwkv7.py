@@ -9,7 +9,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from mercer.backends.rwkv7_step import serves
+from mercer.backends.rwkv7_step import mixtures, serves
 from mercer.backends.rwkv7_step import step as one_token
 from mercer.mixers.base import Mixer
 from mercer.mixers.head_norm import HeadNorm
@@ -129,30 +129,30 @@ class RWKV7(Mixer):
         before, last = token_shift(x, lengths, None if past is None else past["last"])
         numbers = (self.key_scale, self.key_rate, self.bonus, self.norm.weight, cast(Tensor, self.norm.bias))
         state, shape = None if past is None else past["sums"].to(wide), x.shape
-        token = lengths is None and shape[1] == 1 and serves(x, *numbers, state)
-        if token:
-            x, before = as_vectors(x, before)
-        step = before - x
+        shares = (
+            self.mix_receptance, self.mix_decay, self.mix_key, self.mix_value, self.mix_rate, self.mix_gate
+        )  # fmt: skip
+        token = lengths is None and shape[1] == 1 and serves(x, *numbers, *shares, state)
+        rows = mixtures(*as_vectors(x, before), shares) if token else None
 
-        def mixed(share: Tensor) -> Tensor:
-            return torch.addcmul(x, step, share.to(x.dtype))
+        def mixed(i: int) -> Tensor:
+            return torch.lerp(x, before, shares[i].to(x.dtype)) if rows is None else rows[i]
 
-        decay, rate = self.decay(mixed(self.mix_decay)), self.rate(mixed(self.mix_rate))
-        receptance, key = product(self.receptance, mixed(self.mix_receptance)), product(self.key, mixed(self.mix_key))
-        read = mixed(self.mix_value)
-        value = product(self.value, read)
+        receptance, decay, key = product(self.receptance, mixed(0)), self.decay(mixed(1)), product(self.key, mixed(2))
+        read = mixed(3)
+        value, rate = product(self.value, read), self.rate(mixed(4))
         shared = carried[0] if carried else {}
         if FIRST not in shared:
             shared[FIRST] = value.to(wide).view(shape)
         first = shared[FIRST]
         share = None if self.first_share is None else self.first_share(read)
         if token:
-            products = (receptance, key, value, decay, rate, self.gate(mixed(self.mix_gate)))
+            products = (receptance, key, value, decay, rate, self.gate(mixed(5)))
             of_first = None if share is None else (share, first)
             joined, sums = one_token(products, of_first, numbers, state, self.norm.eps, x.dtype)
         else:
             normed, sums = self._between(receptance, key, value, decay, rate, share, first, state, lengths)
-            joined = (self.gate(mixed(self.mix_gate)).to(wide) * normed).to(x.dtype)
+            joined = (self.gate(mixed(5)).to(wide) * normed).to(x.dtype)
         return product(self.output, joined).view(shape), {"last": last, "sums": sums}
 
     def _between(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -18,14 +20,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if vector is x else y.view(*x.shape[:-1], -1)
 
 
-def as_vectors(*rows: Tensor) -> tuple[Tensor, ...]:
+def as_vectors(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors `[1, 1, dim]` as `[dim]`, others as they are: a vector is multiplied without a view before and behind."""
-    one = rows[0].shape[:2].numel() == 1
-    return tuple(x.reshape(-1) for x in rows) if one else rows
+    return (x.reshape(-1), y.reshape(-1)) if x.shape[:2].numel() == 1 else (x, y)
 
 
 def product(layer: nn.Module, x: Tensor) -> Tensor:
     """layer(x), by `linear` where it is a plain linear layer that nobody watches by hooks."""
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
         return layer(x)
-    return linear(x, layer.weight, layer.bias)
+    held = layer._parameters  # pyright: ignore[reportPrivateUsage]  (attributes of modules are slow to find)
+    return linear(x, cast(Tensor, held["weight"]), held["bias"])
