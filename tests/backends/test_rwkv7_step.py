@@ -63,3 +63,11 @@ def test_leaves_gradients_and_small_states_to_the_operators() -> None:
         assert not rwkv7_step.serves(x, *numbers[:2], bonus.double())
         with torch.autograd.forward_ad.dual_level():
             assert not rwkv7_step.serves(x, *numbers)
+        answers: list[bool] = []
+
+        def ask(row: torch.Tensor) -> torch.Tensor:
+            answers.append(rwkv7_step.serves(row, *numbers))
+            return row
+
+        torch.func.vmap(ask)(x.unsqueeze(0))
+        assert answers == [False]

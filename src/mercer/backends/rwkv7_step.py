@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mercer.backends.sharing import installed, share
+from mercer.backends.sharing import installed, share, transformed
 
 LEAST = 1 << 13
 """Entries of the states below which torch's operators are used: nobody waits for a compiler because of few numbers."""
@@ -21,17 +21,19 @@ ALONE = 1 << 19
 
 def serves(x: Tensor, *numbers: Tensor | None) -> bool:
     """Whether a token `[B, 1, dim]`, the mixer's numbers, the third of them `[heads, K]`, and the state are float32 or
-    bfloat16 on the CPU, of at least `LEAST` entries, without derivatives and not for a compiler.
+    bfloat16 on the CPU, of at least `LEAST` entries, without derivatives and not for a compiler or `torch.func`.
     """
     bonus = numbers[2]
     assert bonus is not None
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and not transformed()
         and len(x) * bonus.numel() * bonus.shape[1] >= LEAST
         and installed()
         and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
         and x.is_cpu
+        and not x.is_neg()
         and x.dtype in _DTYPES
         and all(y is None or y.dtype in _DTYPES for y in numbers)
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mercer.backends.sharing import installed, share, threads_for
+from mercer.backends.sharing import installed, share, threads_for, transformed
 from mercer.core.first_order import first_order
 
 LEAST = 1 << 14
@@ -25,10 +25,12 @@ ALONE = 1 << 15
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether these tensors can be taken: on the CPU, not float64, and no forward-mode derivative is under way."""
+    """Whether these tensors can be taken: on the CPU, not float64, and no forward-mode derivative or
+    transform of `torch.func` is under way."""
     given = [x for x in tensors if x is not None]
     return (
         installed()
+        and not transformed()
         and not torch.compiler.is_compiling()  # a compiler makes its own kernels of torch's form
         and all(x.is_cpu and x.dtype != torch.float64 and forward_ad.unpack_dual(x).tangent is None for x in given)
     )
