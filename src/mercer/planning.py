@@ -118,7 +118,7 @@ def choose(
             found.append(_Way(name, path, used, seconds, f"{why_form}{why_backend}"))
         if refused is not None and not found:
             raise refused
-        return sorted(found, key=lambda one: one.seconds)[0]  # torch.compile traces no min with a key here
+        return found[_least([one.seconds for one in found])]
 
     ways: list[_Way] = []
     missing: list[Unsupported] = []
@@ -289,6 +289,17 @@ def _decodes(kernel: Kernel, normalizer: Normalizer, merged: Merged, sizes: Size
     return decode.worth_while(sizes) and decode.serves(kernel, normalizer, merged, sizes)
 
 
+def _least(seconds: list[float]) -> int:
+    """Where the least of these stands, the first of equal ones: by comparisons alone, since torch.compile sorts and
+    orders no numbers that follow from lengths which it has seen change.
+    """
+    least = 0
+    for i, one in enumerate(seconds):
+        if one < seconds[least]:
+            least = i
+    return least
+
+
 def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, float, str]:
     """A backend, its seconds, and why."""
     kernel, normalizer, merged, sizes = call.kernel, call.normalizer, call.merged, call.sizes
@@ -328,7 +339,7 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
         able["numba"] = softmax.worth_while(sizes, merged)
     able["flex"] = able["flex"] and not able["sdpa"]  # where both serve, torch's own masks are the faster
     seconds = {name: call.seconds(form, path, name) for name, ok in able.items() if ok}
-    chosen = sorted(seconds, key=lambda name: seconds[name])[0]  # as above
+    chosen = [*seconds][_least([*seconds.values()])]
     kind = "scan" if scanned else "step" if stepped else "attention"
     if fused and sizes.bfloat16:
         narrow = "bfloat16, in tiles" if softmax.tiled() and not merged.patterns else "bfloat16"
@@ -345,7 +356,11 @@ def _backend(call: _Question, form: str, path: str, asked: str) -> tuple[str, fl
 
 
 def duration(seconds: float) -> str:
-    """Two or three digits with a unit: 43 us, 1.2 ms, 15 s."""
+    """Two or three digits with a unit: 43 us, 1.2 ms, 15 s. What torch.compile traces may be a symbol without digits,
+    and then nobody reads them.
+    """
+    if compiler.is_compiling():
+        return "some time"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -109,6 +109,18 @@ def test_a_step_of_a_layer_is_one_graph():
     assert_close(out, whole[:, 5:], 64)
 
 
+def test_sizes_that_change_are_one_graph_too():
+    """The second batch and length are symbols to the compiler, and so is all that is planned from them."""
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=7, dim=16, heads=2, layers=2, attention=("elu-sum", "softmax"))
+    model = DecoderLM(config).double()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for batch, length in ((2, 5), (3, 9), (2, 12)):
+            tokens = torch.arange(batch * length).view(batch, length) % 7
+            assert_close(compiled(tokens), model(tokens), 64)
+
+
 def test_what_a_compiler_does_not_look_at_is_still_refused_without_one():
     for wrong in (
         lambda: Decay(log_rate=torch.tensor([0.5])),

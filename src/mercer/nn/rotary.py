@@ -235,7 +235,9 @@ def split_and_turn(qkv: Tensor, heads: int, kv_heads: int, turns: Turns) -> tupl
     """
     batch, length, count, dim = qkv.shape
     width = heads_per_run(dim, heads, kv_heads) * dim
-    if count != heads + 2 * kv_heads or turns.cos.shape not in ((batch, length, width), (1, length, width)):
+    sizes = [(rows, length, width) for rows in (1, batch)]
+    fits = any(turns.cos.shape == size for size in sizes)  # torch.compile traces no `in` of symbols
+    if count != heads + 2 * kv_heads or not fits:
         raise InvalidArgument(
             f"split_and_turn of {heads} heads and {kv_heads} of keys expects [B, L, {heads + 2 * kv_heads}, D] and "
             f"turns of [B or 1, L, {width}], got {list(qkv.shape)} and {list(turns.cos.shape)}"
