@@ -21,7 +21,7 @@ def transformed() -> bool:
     """Whether the call stands in a transform of `torch.func`: its tensors may have no memory of their own, and it takes
     no backward pass written for `torch.autograd` alone.
     """
-    return torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
 
 
 def threads_for(items: int) -> int:
