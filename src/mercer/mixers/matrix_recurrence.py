@@ -63,7 +63,8 @@ def matrix_recurrence(
             stands behind them is not looked at, has outputs of 0 and leaves the state as it is, to the bit.
         form: ``recurrent``, token by token; ``chunked``, matrix products over 64 tokens at a time; ``numba``, fused
             kernels for float32 sums on the CPU (extra ``cpu``). ``auto`` takes these where they serve and the call is
-            no small one, else the first for single tokens and the second for more.
+            no small one, else the first for single tokens and the second for more. A NaN or an infinity among the
+            inputs of a token spoils earlier outputs of its chunk too, with ``numba`` of its block of 16 tokens.
 
     Returns:
         ``out [B, H, L, V]`` in the dtype of ``value``, and the state after the last token, ``[B, H, K, V]``.
