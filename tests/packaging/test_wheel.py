@@ -44,6 +44,7 @@ OF_AN_EXTRA = {
         "polynomial_parts",
         "program_kernels",
         "program_vectors",
+        "rwkv7_step_kernels",
         "selective_scan_kernels",
         "selective_scan_vectors",
         "short_convolution_kernels",
